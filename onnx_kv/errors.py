@@ -1,0 +1,43 @@
+"""The errors that onnx_kv raises on purpose: one root, each naming what is at fault and what to do."""
+
+from __future__ import annotations
+
+
+class OnnxKvError(Exception):
+    """Root of every deliberate error. The command line prints its message and exits with code 2."""
+
+
+class ModelDirError(OnnxKvError):
+    """A model directory cannot be read or written safely; names the file, and the tensor where there is one."""
+
+
+class PatchRefusedError(OnnxKvError):
+    """A pass does not fit this model; names every node at fault with its reason. Nothing was written."""
+
+
+class MetadataError(OnnxKvError):
+    """`genai_config.json` or `inference_metadata.yaml` is missing something or contradicts the graph."""
+
+
+class RuntimeSetupError(OnnxKvError):
+    """The environment cannot run a model: no ONNX Runtime, two of them, one too old, no op library, no device."""
+
+
+class ConfigError(OnnxKvError):
+    """A setting has a value that cannot be used, or an `ONNX_KV_*` variable changed after it was read."""
+
+
+class CapacityError(OnnxKvError):
+    """A sequence does not fit: names the tokens asked for and the tokens that fit."""
+
+
+class NativeError(OnnxKvError):
+    """A call into the op library failed; the message is the library's own."""
+
+
+class OutOfMemoryError(NativeError):
+    """Memory was refused by a budget, the device or the host. Nothing changed; smaller requests may go through."""
+
+
+class DriverError(NativeError):
+    """A CUDA driver or NVRTC call failed; the message names the call and its status."""
