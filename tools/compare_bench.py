@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compare two benchmark results: `compare_bench.py BASE.json HEAD.json`.
 
-Prints a table, and with --markdown one for a pull request. Exit code 0: no regression, 1: at least one, 2: the files could not
-be compared.
+Prints a table, and with --markdown one for a pull request. Exit code 0: no regression, 1: at least one, 2: the files
+could not be compared.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Difference:
 def compare(base: Result, head: Result, *, threshold: float = 0.03) -> list[Difference]:
     """Compare rows of the same name.
 
-    A row regresses (improves) where it is worse (better) by more than `threshold` and by more than half of both runs' spreads
-    together, which is what two runs of the same code may differ by. Rows whose knobs differ are not compared.
+    A row regresses (improves) where it is worse (better) by more than `threshold` and by more than half of both runs'
+    spreads together, which is what two runs of the same code may differ by. Rows whose knobs differ are not compared.
     """
     bases = {row.name: row for row in base.rows}
     heads = {row.name: row for row in head.rows}

@@ -1,7 +1,7 @@
 """What a benchmark writes: every row with its spread, every knob that was set, and the machine and versions it ran on.
 
-The file is JSON, so that two runs can be compared later (`onnx_kv.bench.compare`) and a figure in a document can be traced
-to the command that made it.
+The file is JSON, so that two runs can be compared later (`onnx_kv.bench.compare`) and a figure in a document can be
+traced to the command that made it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _PACKAGES = (
 class Row:
     """One measured configuration.
 
-    `median`, `low` and `high` (10th and 90th percentile) are in `unit`; `knobs` are the settings that made the row, `notes` what a
-    reader must know to believe it, such as a fallback that was taken.
+    `median`, `low` and `high` (10th and 90th percentile) are in `unit`; `knobs` are the settings that made the row,
+    `notes` what a reader must know to believe it, such as a fallback that was taken.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Every shell and Python block of README.md and docs/ runs as it stands, in a folder of its own.
 
-A page's blocks run one after another in one folder that has `models/` and `scripts/` beside it, so that a later block may use what an
-earlier one made. A fence says more after its language where it must: `bash gpu` needs a GPU, `bash setup` installs things (the
-README's own set-up, which the person who runs this test has done), and `text` is never run.
+A page's blocks run one after another in one folder that has `models/` and `scripts/` beside it, so that a later block
+may use what an earlier one made. A fence says more after its language where it must: `bash gpu` needs a GPU, `bash
+setup` installs things (the README's own set-up, which the person who runs this test has done), and `text` is never run.
 """
 
 from __future__ import annotations
