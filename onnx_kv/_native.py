@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import Any
 
-from onnx_kv.errors import ConfigError, DriverError, NativeError, OutOfMemoryError
+from onnx_kv.errors import ConfigError, DriverError, NativeError, OutOfMemoryError, UnsupportedError
 from onnx_kv.ops import library_path
 
 # The numbers of OnnxKvStatus in ops/capi.h.
-_ERRORS: dict[int, type[NativeError] | type[ConfigError]] = {1: ConfigError, 2: OutOfMemoryError, 3: DriverError}
+_ERRORS: dict[int, type[NativeError] | type[ConfigError]] = {
+    1: ConfigError,
+    2: OutOfMemoryError,
+    3: DriverError,
+    4: UnsupportedError,
+}
 
 
 @functools.cache
@@ -22,6 +29,22 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_path()))
     loaded.onnx_kv_last_error.restype = ctypes.c_char_p
     return loaded
+
+
+def function(name: str, *argument_types: Any) -> Callable[..., None]:
+    """Return a C function of the op library as one that takes plain numbers and raises the typed error it reports."""
+    native: Any = None  # looked up at the first call, so that importing needs no library
+
+    def call(*args: Any) -> None:
+        nonlocal native
+        if native is None:
+            native = getattr(library(), name)
+            native.argtypes = argument_types
+        status = native(*args)
+        if status != 0:
+            check(status)
+
+    return call
 
 
 def check(status: int) -> None:

@@ -41,3 +41,7 @@ class OutOfMemoryError(NativeError):
 
 class DriverError(NativeError):
     """A CUDA driver or NVRTC call failed; the message names the call and its status."""
+
+
+class UnsupportedError(NativeError):
+    """This machine, driver or device cannot do what was asked; the message says what is missing."""
