@@ -45,3 +45,7 @@ class DriverError(NativeError):
 
 class UnsupportedError(NativeError):
     """This machine, driver or device cannot do what was asked; the message says what is missing."""
+
+
+class ModelOutputError(OnnxKvError):
+    """A model computed something that no token can be chosen from; names the row, the token and the value."""

@@ -1,0 +1,90 @@
+"""Every counter of a decoder, with its definition. A counter has one owner, which alone adds to it.
+
+| owner              | counters                                                                       |
+|--------------------|--------------------------------------------------------------------------------|
+| decoder            | tokens, steps and seconds of prefill and decode                                |
+| cache              | growth events, bytes moved, and what its memory holds: bytes, maps, map time   |
+| captured step      | captures, replays, keeps, invalidations and their reasons, `decline_reason`    |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counters since the decoder was made, or since `Decoder.reset_stats`; memory figures are of now."""
+
+    prompt_tokens: int = 0
+    """Tokens that went through prefill, over all rows: prompts, appended turns, recomputed tokens after a rewind."""
+
+    prefill_runs: int = 0
+    """Session runs of prefill: pieces of at most `prefill_chunk` tokens of one row."""
+
+    prefill_seconds: float = 0.0
+    """Host seconds of prefill, until its logits were there (CPU) or its work was queued (CUDA)."""
+
+    generated_tokens: int = 0
+    """Tokens handed to the caller, over all rows."""
+
+    decode_steps: int = 0
+    """Runs of the model on one new token a row, eager or replayed, warm-up runs included."""
+
+    decode_seconds: float = 0.0
+    """Host seconds between the end of prefill and the last token handed to the caller, less the caller's own time."""
+
+    growth_events: int = 0
+    """Times the longest row outgrew the bucket `max(min_bucket, next power of two)` that it was in. Every policy counts
+    the same boundaries, so that policies can be compared; the bucket that holds the prompt is no growth."""
+
+    kv_bytes_moved: int = 0
+    """Live KV bytes copied by growth, to new addresses or within a reservation. A mask is never moved."""
+
+    captures: int = 0
+    """Decode steps recorded as a graph and instantiated."""
+
+    replays: int = 0
+    """Launches of a captured graph. The step that is captured is launched too, and counts."""
+
+    invalidations: int = 0
+    """Times a binding's (pointer, shape) was not what the next step would have replayed, so that a capture had to follow.
+    The first binding counts as one, so that captures and invalidations agree where every graph came to be used."""
+
+    growth_keeps: int = 0
+    """Growth events after which every binding's (pointer, shape) was the same. Counted whether or not there is a graph
+    to keep."""
+
+    keep_reasons: Counter[str] = field(default_factory=Counter)
+    """Why graphs were kept: reason → times."""
+
+    invalidation_reasons: Counter[str] = field(default_factory=Counter)
+    """Why graphs were given up: reason → times."""
+
+    decline_reason: str | None = None
+    """Why steps run without a captured graph: the name of the predicate that said no. None where graphs are used."""
+
+    physical_kv_bytes: int = 0
+    """Bytes of memory behind the cache now: whole granules where it is mapped, the buffers' sizes where it is not."""
+
+    reserved_kv_bytes: int = 0
+    """Bytes of address range reserved for the cache now; equal to `physical_kv_bytes` for plain buffers."""
+
+    maps: int = 0
+    """Driver calls that put memory behind a range of addresses."""
+
+    unmaps: int = 0
+    """Driver calls that took memory from a range of addresses."""
+
+    map_seconds: float = 0.0
+    """Host seconds in creating, mapping and unmapping memory."""
+
+    def tokens_per_second(self) -> float:
+        """Generated tokens over decode seconds; 0 before the first token."""
+        return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counters by name, as JSON has them."""
+        return {key: dict(value) if isinstance(value, Counter) else value for key, value in asdict(self).items()}
