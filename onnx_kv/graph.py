@@ -102,6 +102,20 @@ def node_calls(model: ir.Model) -> Iterator[NodeCall]:
     return _calls(model, model.graph, "", {}, {})
 
 
+def reads(model: ir.Model, call: NodeCall) -> Iterator[tuple[int, ir.Value]]:
+    """Yield (input slot, outermost value) of all that a node itself reads.
+
+    What a function call or a loop only passes on as a state is read, if at all, by nodes inside.
+    """
+    if call.node.op_identifier() in model.functions:
+        return
+    passed_on = _states(call)
+    for slot in range(len(call.node.inputs)):
+        value = call.input(slot)
+        if value is not None and slot not in passed_on:
+            yield slot, value
+
+
 def is_gqa(node: ir.Node) -> bool:
     """Whether `node` is ONNX Runtime's GroupQueryAttention."""
     return (node.domain, node.op_type) == GQA
@@ -146,7 +160,7 @@ def cache_layer(model: ir.Model, call: NodeCall) -> CacheLayer:
         ModelDirError: as `attention_layers`.
     """
     past_key = _port(call, "past_key", call.input(PAST_KEY), model.graph.inputs)
-    layout = _layout(call)
+    layout = kv_layout(call)
     window = call.integer("local_window_size", -1)
     return CacheLayer(
         node=call.name,
@@ -173,7 +187,12 @@ def _port(call: NodeCall, role: str, value: ir.Value | None, ports: Sequence[ir.
     return value
 
 
-def _layout(call: NodeCall) -> KvLayout:
+def kv_layout(call: NodeCall) -> KvLayout:
+    """The layout stamped on a GroupQueryAttention node; without a stamp it is head-major.
+
+    Raises:
+        ModelDirError: the attribute's number is no layout.
+    """
     number = call.integer(KV_LAYOUT_ATTRIBUTE, KvLayout.HEAD_MAJOR)
     try:
         return KvLayout(number)
@@ -236,7 +255,7 @@ def _calls(
             ports = _pairs(function.inputs, node.inputs) | _pairs(function.outputs, node.outputs)
             given = {name: call.attribute(name) or default for name, default in function.attributes.items()}
             yield from _calls(model, function, f"{call.name}/", {**values, **ports}, given)
-        for body in bodies(node):
+        for body in _bodies(node):
             yield from _calls(model, body, f"{call.name}/", {**values, **_body_ports(call, body)}, arguments)
 
 
@@ -244,8 +263,7 @@ def _name(node: ir.Node) -> str:
     return node.name or next((value.name for value in node.outputs if value.name), None) or node.op_type
 
 
-def bodies(node: ir.Node) -> Iterator[ir.Graph]:
-    """Yield the graphs among a node's attributes: branches and loop bodies."""
+def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
     for attribute in node.attributes.values():
         if attribute.type is ir.AttributeType.GRAPH and not attribute.is_ref():
             yield attribute.as_graph()
@@ -260,13 +278,24 @@ def _body_ports(call: NodeCall, body: ir.Graph) -> dict[ir.Value, ir.Value]:
         case "If":
             return _pairs(body.outputs, node.outputs)
         case "Loop":  # body: iteration, condition, states… → condition, states…, scan outputs…
-            states = len(node.inputs) - 2
+            states = len(_states(call))
             return _pairs(body.inputs[2:], node.inputs[2:]) | _pairs(body.outputs[1 : 1 + states], node.outputs)
         case "Scan":  # body: states…, slices… → states…, slices…
-            states = len(node.inputs) - call.integer("num_scan_inputs", 0)
+            states = len(_states(call))
             return _pairs(body.inputs[:states], node.inputs) | _pairs(body.outputs[:states], node.outputs)
         case _:
             return {}
+
+
+def _states(call: NodeCall) -> range:
+    """The input slots of a loop that hold its states."""
+    match call.node.op_type:
+        case "Loop":
+            return range(2, len(call.node.inputs))
+        case "Scan":
+            return range(len(call.node.inputs) - call.integer("num_scan_inputs", 0))
+        case _:
+            return range(0)
 
 
 def _pairs(inner: Sequence[ir.Value], outer: Sequence[ir.Value | None]) -> dict[ir.Value, ir.Value]:
