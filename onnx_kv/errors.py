@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class OnnxKvError(Exception):
     """Root of every deliberate error. The command line prints its message and exits with code 2."""
@@ -12,7 +14,12 @@ class ModelDirError(OnnxKvError):
 
 
 class PatchRefusedError(OnnxKvError):
-    """A pass does not fit this model; names every node at fault with its reason. Nothing was written."""
+    """A pass does not fit this model; `reasons` name every node at fault. Nothing was written."""
+
+    def __init__(self, pass_name: str, reasons: Iterable[str]) -> None:
+        """Say which pass was refused, with its reasons in lines of their own."""
+        self.reasons = tuple(reasons)
+        super().__init__("\n  ".join((f"{pass_name} does not fit this model:", *self.reasons)))
 
 
 class MetadataError(OnnxKvError):

@@ -6,13 +6,11 @@ The passes that changed a model are recorded in its metadata under `onnx_kv.pass
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import onnx_ir as ir
-
-from onnx_kv.errors import PatchRefusedError
 
 PASSES_KEY = "onnx_kv.passes"
 """Key of the model's metadata_props that names the passes applied."""
@@ -95,11 +93,6 @@ class GraphPass(ir.passes.InPlacePass):
 def applied_passes(model: ir.Model) -> tuple[str, ...]:
     """Names of the passes recorded in the model's metadata, sorted."""
     return tuple(sorted(filter(None, model.metadata_props.get(PASSES_KEY, "").split(","))))
-
-
-def refusal(pass_name: str, reasons: Iterable[str]) -> PatchRefusedError:
-    """The error of a pass that does not fit, with its reasons in lines of their own."""
-    return PatchRefusedError("\n  ".join([f"{pass_name} does not fit this model:", *reasons]))
 
 
 def count(number: int, noun: str) -> str:

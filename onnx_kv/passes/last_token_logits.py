@@ -20,7 +20,8 @@ from functools import partial
 
 import onnx_ir as ir
 
-from onnx_kv.passes.base import GraphPass, Plan, refusal
+from onnx_kv.errors import PatchRefusedError
+from onnx_kv.passes.base import GraphPass, Plan
 from onnx_kv.passes.constants import drop_unused, integers, is_constant
 
 _GATHER = "/onnx_kv/last_token/Gather"
@@ -62,7 +63,7 @@ class LastTokenLogits(GraphPass):
         """
         head, problems = _find_head(model.graph, self.logits)
         if head is None:
-            raise refusal(self.name, problems)
+            raise PatchRefusedError(self.name, problems)
         gather = head.hidden.producer()
         ours = gather is not None and gather.name == _GATHER
         if self.undo:
@@ -70,7 +71,7 @@ class LastTokenLogits(GraphPass):
         if ours or _is_pruned(head):
             return Plan((), ("the LM head reads the last position only",), lambda: None)
         if problems:
-            raise refusal(self.name, problems)
+            raise PatchRefusedError(self.name, problems)
         width = head.outputs[-1].shape
         note = f"{self.logits!r} is [batch, 1, {width[-1] if width is not None else 'vocabulary'}] for every prompt"
         change = f"only the last position reaches {head.product.op_type} {head.product.name!r}"
@@ -81,7 +82,9 @@ class LastTokenLogits(GraphPass):
             change = f"all positions reach {head.product.op_type} {head.product.name!r} again"
             return Plan((change,), (), partial(_undo, graph, head, gather))
         if _is_pruned(head):
-            raise refusal(self.name, ["the exporter itself kept only the last position; export the model again"])
+            raise PatchRefusedError(
+                self.name, ["the exporter itself kept only the last position; export the model again"]
+            )
         return Plan((), ("the LM head reads all positions",), lambda: None)
 
 

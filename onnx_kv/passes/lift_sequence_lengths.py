@@ -22,8 +22,9 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, Pattern
 
+from onnx_kv.errors import PatchRefusedError
 from onnx_kv.graph import SEQLENS_K, TOTAL_SEQUENCE_LENGTH, NodeCall, is_gqa, node_calls, reads
-from onnx_kv.passes.base import GraphPass, Plan, count, refusal
+from onnx_kv.passes.base import GraphPass, Plan, count
 from onnx_kv.passes.constants import drop_unused, integers
 
 SEQLENS_K_INPUT = "seqlens_k"
@@ -76,7 +77,9 @@ class LiftSequenceLengths(GraphPass):
         totals = _distinct(call.input(TOTAL_SEQUENCE_LENGTH) for call in attention)
         lifted = bool(lengths) and all(value.is_graph_input() for value in (*lengths, *totals))
         if lifted and self.undo:
-            raise refusal(self.name, ["it cannot be undone, the mask's arithmetic is gone; patch the original instead"])
+            raise PatchRefusedError(
+                self.name, ["it cannot be undone, the mask's arithmetic is gone; patch the original instead"]
+            )
         if lifted or self.undo:
             state = "inputs of the model" if lifted else "not lifted"
             return Plan((), (f"the sequence lengths are {state}",), lambda: None)
@@ -84,12 +87,12 @@ class LiftSequenceLengths(GraphPass):
         matches += [_match(model, value, _TOTAL_PATTERNS) for value in totals]
         masks = {match.bindings["mask"] for match in matches if match}
         if not all(matches) or len(masks) != 1 or not next(iter(masks)).is_graph_input():
-            raise refusal(self.name, _other_arithmetic(attention))
+            raise PatchRefusedError(self.name, _other_arithmetic(attention))
         mask = masks.pop()
         chain = list(dict.fromkeys(node for match in matches if match for node in match.nodes))
         problems = [*_other_readers(model, calls, mask, chain), *_taken_names(model)]
         if problems:
-            raise refusal(self.name, problems)
+            raise PatchRefusedError(self.name, problems)
         change = f"input {mask.name!r} replaced by {SEQLENS_K_INPUT!r} and {TOTAL_SEQUENCE_LENGTH_INPUT!r}"
         apply = partial(_apply, model.graph, mask, chain, lengths, totals)
         return Plan((f"{change}; {count(len(chain), 'node')} removed",), (), apply)

@@ -20,6 +20,7 @@ from functools import partial
 
 import onnx_ir as ir
 
+from onnx_kv.errors import PatchRefusedError
 from onnx_kv.graph import GQA, PAST_KEY, CacheLayer, NodeCall, attention_layers, is_gqa, kv_layout, node_calls
 from onnx_kv.layout import (
     KV_LAYOUT_ATTRIBUTE,
@@ -29,7 +30,7 @@ from onnx_kv.layout import (
     token_offset,
     token_width,
 )
-from onnx_kv.passes.base import GraphPass, Plan, count, refusal
+from onnx_kv.passes.base import GraphPass, Plan, count
 from onnx_kv.passes.cache_rules import cache_problems, operator_problems
 
 SLIDING_WINDOW_CACHE = "sliding_window_cache"
@@ -64,12 +65,12 @@ class StampKvLayout(GraphPass):
             problems.append(f"it has no {GQA[0]}::{GQA[1]} node")
         problems = problems or list(_mixed_layouts(attention))
         if problems:
-            raise refusal(self.name, problems)
+            raise PatchRefusedError(self.name, problems)
         layers = attention_layers(model)
         wanted = [_stamp(self.layout, call, layers) for call in attention]
         problems = [*_wrong_strides(layers), *self._inexpressible(attention, wanted, layers)]
         if problems:
-            raise refusal(self.name, problems)
+            raise PatchRefusedError(self.name, problems)
         return self._plan(attention, {call.node: stamp for call, stamp in zip(attention, wanted, strict=True)})
 
     def _plan(self, attention: Sequence[NodeCall], stamps: Mapping[ir.Node, dict[str, int]]) -> Plan:
