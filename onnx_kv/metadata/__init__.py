@@ -10,6 +10,7 @@ from onnx_kv.metadata.publish import write_metadata
 from onnx_kv.metadata.schema import FILE_NAME, Attention, LayerPorts, Metadata
 
 if TYPE_CHECKING:
+    from onnx_kv.metadata.follow import follow_graph
     from onnx_kv.metadata.validate import Validation, validate_metadata
     from onnx_kv.metadata.yaml_edit import update_kv_layout
     from onnx_kv.metadata.yaml_file import load_metadata
@@ -20,6 +21,7 @@ __all__ = [
     "LayerPorts",
     "Metadata",
     "Validation",
+    "follow_graph",
     "generate_metadata",
     "load_metadata",
     "update_kv_layout",
@@ -30,6 +32,7 @@ __all__ = [
 # Loaded when first used: generating needs neither PyYAML nor, without a graph, onnx_ir.
 _LAZY = {
     "Validation": "validate",
+    "follow_graph": "follow",
     "load_metadata": "yaml_file",
     "update_kv_layout": "yaml_edit",
     "validate_metadata": "validate",

@@ -25,7 +25,6 @@ from onnx_kv.graph import (
 )
 from onnx_kv.layout import KV_LAYOUT_ATTRIBUTE, KvLayout
 from onnx_kv.metadata.json_file import refuse_stand_in
-from onnx_kv.model_dir import ModelDir
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,38 @@ def read_ports(file: Path) -> GraphPorts:
     """Read the graph of an ONNX file; its weights are not read.
 
     Raises:
-        MetadataError: not an ONNX model, two ports of one name on a side, nodes of several KV layouts.
+        MetadataError: not an ONNX model, or as `model_ports`.
     """
     refuse_stand_in(file)
     try:
-        model = ModelDir(file.parent, file, None).load()
-        layout = _layout(file, model)
-    except ModelDirError as error:
-        raise MetadataError(str(error)) from error
+        model = ir.load(file)
+    except Exception as error:  # protobuf and onnx_ir each raise many kinds for a damaged file
+        raise MetadataError(f"{file} is not an ONNX model: {error}") from error
+    if not model.ir_version:
+        raise MetadataError(f"{file} is not an ONNX model: it has no IR version")
+    return model_ports(model, file)
+
+
+def model_ports(model: ir.Model, file: Path) -> GraphPorts:
+    """Describe the ports of a graph; `file` is named in errors.
+
+    Raises:
+        MetadataError: two ports of one name on a side, nodes of several KV layouts, a malformed attention node.
+    """
     layers: tuple[CacheLayer, ...] = ()
     wiring_unknown = None
+    try:
+        layout = _layout(file, model)
+    except ModelDirError as error:
+        raise MetadataError(f"{file}: {error}") from error
     try:
         layers = attention_layers(model)
     except ModelDirError as error:
         wiring_unknown = str(error)
     return GraphPorts(
         file=file,
-        inputs=_ports(file, "inputs", model.graph.inputs),
-        outputs=_ports(file, "outputs", model.graph.outputs),
+        inputs=_ports(file, model.graph, model.graph.inputs),
+        outputs=_ports(file, model.graph, model.graph.outputs),
         layers=layers,
         wiring_unknown=wiring_unknown,
         layout=layout,
@@ -100,23 +113,25 @@ def read_ports(file: Path) -> GraphPorts:
     )
 
 
-def _ports(file: Path, side: str, values: Iterable[ir.Value]) -> dict[str, Port]:
-    ports = [_port(value) for value in values]
+def _ports(file: Path, graph: ir.Graph, values: Iterable[ir.Value]) -> dict[str, Port]:
+    ports = [_port(graph, value) for value in values]
     twice = [name for name, count in Counter(port.name for port in ports).items() if count > 1]
     if twice:
-        raise MetadataError(f"{file}: the graph has several {side} named {', '.join(map(repr, twice))}")
+        raise MetadataError(f"{file}: the graph has several ports named {', '.join(map(repr, twice))}")
     return {port.name: port for port in ports}
 
 
-def _port(value: ir.Value) -> Port:
+def _port(graph: ir.Graph, value: ir.Value) -> Port:
     shape = None
     if value.shape is not None:
         shape = tuple(size if isinstance(size, int) else size.value for size in value.shape)
+    # A graph without nodes only declares its ports; there, nothing says that one of them is not read.
+    read = bool(value.uses()) or value.is_graph_output() or not len(graph)
     return Port(
         name=value.name or "",
         dtype=None if value.dtype is None else value.dtype.name.lower(),
         shape=shape,
-        fed=not value.is_initializer() and (bool(value.uses()) or value.is_graph_output()),
+        fed=read and not value.is_initializer(),
     )
 
 

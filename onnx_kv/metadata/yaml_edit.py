@@ -1,13 +1,13 @@
-"""Changing one entry of an `inference_metadata.yaml` and nothing else: comments, order, quotes and line ends stay.
+"""Changing entries of an `inference_metadata.yaml` and nothing else: comments, order, quotes and line ends stay.
 
-A patch that changes the layout of the graph's cache changes `io.kv_layout` of the file beside it in the same step. The
-entry is spliced in where the parser says it stands; the result is parsed again and compared before it is returned.
+Entries are spliced in and out where the parser says they stand; the result is parsed again and compared with what was
+wanted before it is returned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,74 +15,92 @@ from onnx_kv.errors import MetadataError
 from onnx_kv.layout import KvLayout
 from onnx_kv.metadata.schema import FILE_NAME
 from onnx_kv.metadata.yaml_file import parse
-from onnx_kv.metadata.yaml_text import LAYOUT_FIELD
+from onnx_kv.metadata.yaml_text import LAYOUT_FIELD, scalar
 
-_BEFORE = "kv_inputs"
-"""The entry that `kv_layout` is put in front of, as `yaml_text` does."""
+# The entry that a new one is put in front of, so that it stands where `yaml_text` would write it.
+_NEXT = {
+    LAYOUT_FIELD: "kv_inputs",
+    "seqlens_k_input": "logits_output",
+    "total_sequence_length_input": "logits_output",
+}
 
 
 def update_kv_layout(text: str, layout: KvLayout, file: Path = Path(FILE_NAME)) -> str:
-    """Return the text of a metadata file with its layout changed.
+    """Return the text of a metadata file with its layout changed; head-major has no entry, as absent means it.
+
+    Raises:
+        MetadataError: as `update_io`.
+    """
+    return update_io(text, {LAYOUT_FIELD: None if layout is KvLayout.HEAD_MAJOR else layout.yaml_name}, file)
+
+
+def update_io(text: str, changes: Mapping[str, str | None], file: Path = Path(FILE_NAME)) -> str:
+    """Return the text of a metadata file with entries of `model.io` changed.
 
     Args:
         text: the file's text.
-        layout: what `io.kv_layout` is to say; head-major takes the entry out, as absent means head-major.
+        changes: field → its new value, None to take the entry out.
         file: named in errors.
 
     Raises:
-        MetadataError: not YAML, no `model.io` with `kv_inputs`, or an entry that cannot be changed alone.
+        MetadataError: not YAML, no `model.io`, or an entry that cannot be changed without changing more.
     """
-    root, data = parse(text, file)
-    io = _child(_child(root, "model", file), "io", file)
-    entries = {key.value: (key, value) for key, value in io.value}
-    if LAYOUT_FIELD not in entries:
-        changed = text if layout is KvLayout.HEAD_MAJOR else _inserted(text, entries, layout, file)
-    elif layout is KvLayout.HEAD_MAJOR:
-        changed = _removed(text, io, layout)
-    else:
-        changed = _replaced(text, *entries[LAYOUT_FIELD], layout)
-    _require_same_otherwise(data, parse(changed, file)[1], layout, file)
+    _, wanted = parse(text, file)
+    _io(parse(text, file)[0], file)
+    changed = text
+    for field, value in changes.items():
+        wanted["model"]["io"].pop(field, None)
+        if value is not None:
+            wanted["model"]["io"][field] = value
+        changed = _with(changed, field, value, file)
+    try:
+        same = parse(changed, file)[1] == wanted
+    except MetadataError:
+        same = False
+    if not same:
+        raise MetadataError(
+            f"{file}: {', '.join(changes)} cannot be changed alone; generate the file anew with --force"
+        )
     return changed
 
 
-def _child(node: yaml.MappingNode, key: str, file: Path) -> yaml.MappingNode:
-    for name, value in node.value:
-        if name.value == key and isinstance(value, yaml.MappingNode):
-            return value
-    raise MetadataError(f"{file}: missing mapping {key!r}; regenerate the file")
-
-
-def _inserted(text: str, entries: dict[str, tuple[yaml.Node, yaml.Node]], layout: KvLayout, file: Path) -> str:
-    if _BEFORE not in entries:
-        raise MetadataError(f"{file}: missing key {_BEFORE!r} in model.io; regenerate the file")
-    at = entries[_BEFORE][0].start_mark
-    line = text[text.rfind("\n", 0, at.index) + 1 : at.index]
-    # A key that begins its line gets a line of its own in front; one inside braces does not.
-    newline = "\r\n" if "\r\n" in text else "\n"
-    separator = ", " if line.strip() else newline + line
-    return f"{text[: at.index]}{LAYOUT_FIELD}: {layout.yaml_name}{separator}{text[at.index :]}"
-
-
-def _removed(text: str, io: yaml.MappingNode, layout: KvLayout) -> str:
-    """Without the entry where only blanks part it from the next, else with head-major spelled out."""
+def _with(text: str, field: str, value: str | None, file: Path) -> str:
+    io = _io(parse(text, file)[0], file)
     names = [key.value for key, _ in io.value]
-    index = names.index(LAYOUT_FIELD)
+    if field not in names:
+        return text if value is None else _inserted(text, io, names, field, value, file)
+    index = names.index(field)
+    if value is None:
+        return _removed(text, io, index)
+    old = io.value[index][1]
+    return text[: old.start_mark.index] + scalar(value) + text[old.end_mark.index :]
+
+
+def _inserted(text: str, io: yaml.MappingNode, names: list[str], field: str, value: str, file: Path) -> str:
+    if _NEXT[field] not in names:
+        raise MetadataError(f"{file}: missing key {_NEXT[field]!r} in model.io; generate the file anew with --force")
+    at = io.value[names.index(_NEXT[field])][0].start_mark.index
+    indent = text[text.rfind("\n", 0, at) + 1 : at]
+    separator = ", " if io.flow_style else ("\r\n" if "\r\n" in text else "\n") + indent
+    return f"{text[:at]}{field}: {scalar(value)}{separator}{text[at:]}"
+
+
+def _removed(text: str, io: yaml.MappingNode, index: int) -> str:
     key, value = io.value[index]
+    start, end = key.start_mark.index, value.end_mark.index
+    if not io.flow_style:  # its whole line, with a comment behind it
+        newline = text.find("\n", end)
+        return text[: text.rfind("\n", 0, start) + 1] + (text[newline + 1 :] if newline >= 0 else "")
     if index + 1 < len(io.value):
-        after = io.value[index + 1][0].start_mark.index
-        if not text[value.end_mark.index : after].strip(" \t\r\n,"):
-            return text[: key.start_mark.index] + text[after:]
-    return _replaced(text, key, value, layout)
+        return text[:start] + text[io.value[index + 1][0].start_mark.index :]
+    return text[: io.value[index - 1][1].end_mark.index if index else start] + text[end:]
 
 
-def _replaced(text: str, key: yaml.Node, value: yaml.Node, layout: KvLayout) -> str:
-    start, end = value.start_mark.index, value.end_mark.index
-    return f"{text[:start]}{layout.yaml_name}{text[end:]}"
-
-
-def _require_same_otherwise(before: Any, after: Any, layout: KvLayout, file: Path) -> None:
-    named = after["model"]["io"].get(LAYOUT_FIELD, KvLayout.HEAD_MAJOR.yaml_name)
-    for data in (before, after):
-        data["model"]["io"].pop(LAYOUT_FIELD, None)
-    if named != layout.yaml_name or before != after:
-        raise MetadataError(f"{file}: {LAYOUT_FIELD} cannot be changed without changing more; regenerate the file")
+def _io(root: yaml.MappingNode, file: Path) -> yaml.MappingNode:
+    node = root
+    for name in ("model", "io"):
+        children = [value for key, value in node.value if key.value == name]
+        if not children or not isinstance(children[0], yaml.MappingNode):
+            raise MetadataError(f"{file}: missing mapping {name!r}; generate the file anew with --force")
+        node = children[0]
+    return node
