@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import onnx_ir as ir
+
 from onnx_kv.layout import KvLayout
+from onnx_kv.metadata import FILE_NAME, follow_graph
+from onnx_kv.metadata.yaml_file import read_text
 from onnx_kv.model_dir import ModelDir
 from onnx_kv.model_dir.external_data import check_external_data
 from onnx_kv.model_dir.faithful import check_faithful, model_bytes
@@ -68,7 +72,7 @@ def patch_model(
     """Write a copy of the model directory `source` to `output` whose KV cache has another layout.
 
     The output appears complete or not at all; the source is never written. A second run gives identical bytes, and a
-    model that already is as wanted is copied byte for byte.
+    model that already is as wanted is copied byte for byte. An `inference_metadata.yaml` follows the graph.
 
     Args:
         source: A model directory as ONNX Runtime GenAI's exporters write it.
@@ -85,6 +89,7 @@ def patch_model(
     Raises:
         ModelDirError: the source cannot be read safely or the output not be written.
         PatchRefusedError: a pass does not fit the model; names every node at fault.
+        MetadataError: the directory's `inference_metadata.yaml` cannot be made to follow.
         ConfigError: no layout has this name.
     """
     layout = layout if isinstance(layout, KvLayout) else KvLayout.parse(layout)
@@ -97,6 +102,7 @@ def patch_model(
     chosen = chosen_passes(model_dir, layout, lift_sequence_lengths, last_token_logits)
     outcomes = tuple(graph_pass(model).outcome for graph_pass in chosen)
     rewritten = {model_dir.model_path: model_bytes(model, proto)} if any(o.changes for o in outcomes) else {}
+    rewritten |= _followed_metadata(model_dir, model)
     contents = Contents(read_tree(model_dir), rewritten, data_files if link else frozenset())
     copied = sum(file.size for file in contents.files())
     linked = sum(file.size for file in contents.links())
@@ -124,6 +130,16 @@ def chosen_passes(
         yield LiftSequenceLengths(undo=not lift_sequence_lengths)
     if last_token_logits is not None:
         yield LastTokenLogits(model_dir.output_name("logits"), undo=not last_token_logits)
+
+
+def _followed_metadata(model_dir: ModelDir, model: ir.Model) -> dict[PurePosixPath, bytes]:
+    """The directory's metadata file, where it has one that the patched graph contradicts."""
+    file = model_dir.path / FILE_NAME
+    if not file.exists():
+        return {}
+    text = read_text(file)
+    followed = follow_graph(text, model, file)
+    return {} if followed == text else {PurePosixPath(FILE_NAME): followed.encode()}
 
 
 def _counter(total: int, on_progress: Progress | None) -> Callable[[int], object]:
