@@ -116,6 +116,20 @@ def device_count() -> int:
     return count.value
 
 
+def device_ordinal(device: str) -> int | None:
+    """The ordinal that a device's name means: None for `cpu`, 0 for `cuda`, N for `cuda:N`.
+
+    Raises:
+        ConfigError: the name is none of these.
+    """
+    kind, _, ordinal = device.partition(":")
+    if device == "cpu":
+        return None
+    if kind != "cuda" or (":" in device and not ordinal.isdecimal()):
+        raise ConfigError(f"no device is called {device!r}; use cpu, cuda or cuda:N")
+    return int(ordinal or 0)
+
+
 def device_info(device: int = 0) -> DeviceInfo:
     """Describe a device."""
     info = _DeviceInfo()

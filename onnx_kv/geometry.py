@@ -127,8 +127,10 @@ class CacheGeometry:
         """Bytes of all reservations together."""
         return sum(self.reservation_bytes(index, capacity) for index in range(self.reservations))
 
-    def live_ranges(self, reservation: int, capacity: int, lengths: Sequence[int]) -> list[ByteRange]:
-        """The bytes that hold `lengths[b]` tokens of each row, one range a stripe, in ascending order.
+    def live_ranges(
+        self, reservation: int, capacity: int, lengths: Sequence[int], starts: Sequence[int] | None = None
+    ) -> list[ByteRange]:
+        """The bytes that hold tokens `starts[b]` (or 0) to `lengths[b]` of each row, one range a stripe, ascending.
 
         Raises:
             CapacityError: a row is longer than the capacity.
@@ -137,10 +139,10 @@ class CacheGeometry:
         self.reservation_bytes(reservation, capacity)
         unit, per_row = self.unit(reservation), self.stripes_per_row(reservation)
         ranges = []
-        for stripe in range(self.batch * per_row):
-            start, length = stripe * capacity * unit, lengths[stripe // per_row]
-            if length:
-                ranges.append(ByteRange(start, start + length * unit))
+        for row, (start, end) in enumerate(zip(starts or [0] * self.batch, lengths, strict=True)):
+            for stripe in range(row * per_row, (row + 1) * per_row):
+                if start < end:
+                    ranges.append(ByteRange((stripe * capacity + start) * unit, (stripe * capacity + end) * unit))
         return ranges
 
     def committed_ranges(
@@ -294,6 +296,18 @@ def next_commit(length: int, min_bucket: int, step: int, max_length: int) -> int
     """
     stepped = max(min_bucket, -(-length // step) * step)
     return min(next_bucket(length, min_bucket, max_length), stepped, max_length)
+
+
+def gaps(ranges: Iterable[ByteRange], nbytes: int) -> list[ByteRange]:
+    """The bytes of a reservation of `nbytes` that lie in none of the ranges, which must be in ascending order."""
+    found, done = [], 0
+    for start, end in ranges:
+        if start > done:
+            found.append(ByteRange(done, start))
+        done = max(done, end)
+    if done < nbytes:
+        found.append(ByteRange(done, nbytes))
+    return found
 
 
 def default_policy(layout: KvLayout) -> GrowthPolicy:

@@ -48,6 +48,13 @@ struct OnnxKvPitchedCopy {
   uint64_t height;
 };
 
+// Source and destination may overlap.
+struct OnnxKvMove {
+  uint64_t source;
+  uint64_t destination;
+  uint64_t bytes;
+};
+
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_device_count(int32_t* count);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_device_info(int32_t device, OnnxKvDeviceInfo* info);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_memory_info(int32_t device, uint64_t* free_bytes, uint64_t* total_bytes);
@@ -62,6 +69,8 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_copy(int32_t device, void* stream, uint
                                               uint64_t bytes, OnnxKvCopyKind kind);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_copy_pitched(int32_t device, void* stream, const OnnxKvPitchedCopy* copies,
                                                       uint64_t count, OnnxKvCopyKind kind);
+// In order, each after the last. Waits for the stream if a move overlaps itself.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_move(int32_t device, void* stream, const OnnxKvMove* moves, uint64_t count);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_fill(int32_t device, void* stream, uint64_t destination, uint8_t byte,
                                               uint64_t bytes);
 
@@ -85,3 +94,61 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_capture_abort(int32_t device, void* str
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_graph_upload(int32_t device, void* graph, void* stream);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_graph_launch(int32_t device, void* graph, void* stream);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_graph_destroy(int32_t device, void* graph);
+
+// ---- Reservations and the pools of granules behind them (ops/memory) ----
+//
+// A pool belongs to the host or to one CUDA device; a reservation is address space whose windows a pool backs with
+// granules. Every operation is all or nothing, over all spans that it names, and all of these come from one pool.
+
+struct OnnxKvMemoryCounters {
+  uint64_t granule_bytes;
+  uint64_t reserved_bytes;  // address space of the reservations alive
+  uint64_t physical_bytes;  // granules in existence
+  uint64_t idle_bytes;      // granules of these that nothing maps
+  uint64_t creates;
+  uint64_t maps;
+  uint64_t unmaps;
+  uint64_t map_ns;  // host time spent in commits and shares
+};
+
+struct OnnxKvSpan {
+  void* reservation;
+  uint64_t offset;
+  uint64_t bytes;
+};
+
+// granule: 0 for the smallest (a page; what the device says), else a multiple of it.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_pool_create_host(uint64_t granule, void** pool);
+// ONNX_KV_UNSUPPORTED on a device without virtual memory management.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_pool_create_cuda(int32_t device, uint64_t granule, void** pool);
+// The pool's reservations stay valid and keep what they need of it.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_pool_destroy(void* pool);
+// Gives idle granules back to the driver until at most `keep_bytes` of them remain.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_pool_trim(void* pool, uint64_t keep_bytes, uint64_t* released_bytes);
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_pool_counters(void* pool, OnnxKvMemoryCounters* counters);
+// For tests: lets `calls` more driver calls through and fails the one after them. Negative: never.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_pool_fail_after(void* pool, int64_t calls);
+
+// `bytes` is rounded up to whole granules: `reserved_bytes`.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_reservation_create(void* pool, uint64_t bytes, void** reservation,
+                                                       uint64_t* address, uint64_t* reserved_bytes);
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_reservation_destroy(void* reservation, uint64_t* freed);
+
+// Spans of one reservation are adjacent in the array and ascending.
+// missing: how many granules a commit would map. commit: backs every window that a span touches; `granules` were not.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_memory_missing(void* pool, const OnnxKvSpan* spans, uint64_t count,
+                                                   uint64_t* granules);
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_memory_commit(void* pool, const OnnxKvSpan* spans, uint64_t count,
+                                                  uint64_t* granules);
+// Unmaps every window that lies wholly within a span; `freed` granules are now mapped nowhere. The caller makes sure that
+// no work in flight touches them.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_memory_decommit(void* pool, const OnnxKvSpan* spans, uint64_t count,
+                                                    uint64_t* unmapped, uint64_t* freed);
+// Maps the granules of sources[i] at targets[i] too: whole granules, the source committed and the target not.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_memory_share(void* pool, const OnnxKvSpan* sources, const OnnxKvSpan* targets,
+                                                 uint64_t count);
+// How many windows touched by the span map a granule that is mapped elsewhere too.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_memory_shared(void* pool, const OnnxKvSpan* span, uint64_t* granules);
+
+ONNX_KV_EXPORT void onnx_kv_host_move(const OnnxKvMove* moves, uint64_t count);
+ONNX_KV_EXPORT void onnx_kv_host_copy_pitched(const OnnxKvPitchedCopy* copies, uint64_t count);
