@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -125,10 +126,12 @@ class ModelDir:
 
 
 def _read_config(file: Path) -> dict[str, Any] | None:
+    if not os.path.lexists(file):
+        return None
+    if not file.is_file():
+        raise ModelDirError(f"{file} is no regular file, or a link that leads nowhere")
     try:
         text = file.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        return None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelDirError(f"{file} cannot be read: {error}") from error
     try:
