@@ -1,7 +1,7 @@
 """Which ONNX Runtime is installed, and whether it can be used.
 
-Several packages on PyPI (`onnxruntime`, `onnxruntime-gpu`, …) install the same module; two of them overwrite each other's
-files, so exactly one may be there. Patching and metadata need none.
+Several packages on PyPI (`onnxruntime`, `onnxruntime-gpu`, …) install the same module; two of them overwrite each
+other's files, so exactly one may be there. Patching and metadata need none.
 """
 
 from __future__ import annotations
