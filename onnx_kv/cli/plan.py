@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from onnx_kv.cli._units import ByteCount, TokenCounts, bytes_text
+from onnx_kv.cli._units import byte_count, bytes_text, token_counts
 from onnx_kv.planning.plan import Cost, Plan, make_plan
 from onnx_kv.planning.source import ModelCache, read_model_cache
 
@@ -19,16 +19,14 @@ _DEFAULT_CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "--contexts", type=TokenCounts(), help="Tokens a sequence, e.g. 512,8k,32k.  [default: up to the maximum]"
-)
+@click.option("--contexts", type=token_counts, help="Tokens a sequence, e.g. 512,8k,32k.  [default: up to the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences.")
 @click.option("--max-length", type=click.IntRange(min=1), help="Tokens reserved a sequence.  [default: context_length]")
 @click.option(
     "--min-bucket", type=click.IntRange(min=1), default=256, show_default=True, help="Smallest bucket, tokens."
 )
-@click.option("--granularity", type=ByteCount(), default="2MiB", show_default=True, help="Bytes a mapping commits.")
-@click.option("--memory", type=ByteCount(), help="Find the longest context that fits these bytes, e.g. 16GiB.")
+@click.option("--granularity", type=byte_count, default="2MiB", show_default=True, help="Bytes a mapping commits.")
+@click.option("--memory", type=byte_count, help="Find the longest context that fits these bytes, e.g. 16GiB.")
 @click.option("--dtype", help="Element type of the cache.  [default: the graph's; float16 for a bare config]")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw committed bytes over context into this PNG or SVG.")
