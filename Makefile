@@ -1,27 +1,39 @@
-# Each target sets up all that it needs: a virtual environment in .venv with the package, ONNX Runtime and the tools.
+# Each target sets up all that it needs in a virtual environment of its own: .venv for the CPU, .venv-cuda for NVIDIA GPUs
+# (onnxruntime and onnxruntime-gpu do not live in one environment).
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
-SOURCES := $(shell find onnx_kv cmake CMakeLists.txt pyproject.toml -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name 'CMakeLists.txt' -o -name 'pyproject.toml')
+CPU := .venv
+CUDA := .venv-cuda
+DOCS := .venv-docs
+SOURCES := pyproject.toml CMakeLists.txt $(shell find onnx_kv cmake \
+	-name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name 'CMakeLists.txt')
 
-.PHONY: demo test lint cpu-test gpu-test bench clean
+.PHONY: demo test lint gpu-test bench docs clean
 
-$(VENV)/installed: $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
-	touch $@
+demo: $(CPU)/installed
+	PATH="$(CURDIR)/$(CPU)/bin:$$PATH" bash scripts/demo.sh
 
-demo: $(VENV)/installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+test: lint $(CPU)/installed
+	$(CPU)/bin/python -m pytest
 
-lint: $(VENV)/installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+lint: $(CPU)/installed
+	$(CPU)/bin/ruff check .
+	$(CPU)/bin/ruff format --check .
+	$(CPU)/bin/mypy
 
-test: lint $(VENV)/installed
-	$(BIN)/python -m pytest
+gpu-test: $(CUDA)/installed
+	$(CUDA)/bin/python -m pytest tests/gpu
+
+docs: $(DOCS)/installed
+	$(DOCS)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build demo-out
+	rm -rf $(CPU) $(CUDA) $(DOCS) build demo-out site
+
+$(CPU)/installed: EXTRAS := cpu,dev
+$(CUDA)/installed: EXTRAS := cuda,dev
+$(DOCS)/installed: EXTRAS := docs
+%/installed: $(SOURCES)
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet --upgrade pip
+	$*/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
