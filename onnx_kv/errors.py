@@ -56,3 +56,7 @@ class UnsupportedError(NativeError):
 
 class ModelOutputError(OnnxKvError):
     """A model computed something that no token can be chosen from; names the row, the token and the value."""
+
+
+class ParityError(OnnxKvError):
+    """A comparison could not be made: a configuration does not run, or the runs were no different ones."""

@@ -50,7 +50,7 @@ class Stats:
     """Launches of a captured graph. The step that is captured is launched too, and counts."""
 
     invalidations: int = 0
-    """Times a binding's (pointer, shape) was not what the next step would have replayed, so that a capture had to follow.
+    """Times a binding's (pointer, shape) was not what the next step would have replayed: a capture had to follow.
     The first binding counts as one, so that captures and invalidations agree where every graph came to be used."""
 
     growth_keeps: int = 0

@@ -1,0 +1,36 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from onnx_kv.runtime.config import GraphMode, Growth
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_RUNTIME_OPTIONS = (
+    click.option("--device", help="cpu, cuda or cuda:N.  [default: cpu]"),
+    click.option(
+        "--growth", type=click.Choice([x.value for x in Growth]), help="How the cache grows.  [default: auto]"
+    ),
+    click.option("--min-bucket", type=int, metavar="TOKENS", help="Smallest bucket of a cache that grows in buckets."),
+    click.option(
+        "--graph", type=click.Choice([x.value for x in GraphMode]), help="Capture decode steps as a CUDA graph."
+    ),
+    click.option("--prefill-chunk", type=int, metavar="TOKENS", help="Tokens of a prompt that run at once."),
+)
+
+
+def runtime_options(function: Function) -> Function:
+    """Add the options that become settings of a decoder; each is None where it was not given."""
+    for option in reversed(_RUNTIME_OPTIONS):
+        function = option(function)
+    return function
+
+
+def given(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that were given on the command line; the others are the environment's or the default."""
+    return {name: value for name, value in settings.items() if value is not None}

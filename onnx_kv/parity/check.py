@@ -1,0 +1,170 @@
+"""`check_parity`: which configurations to run, from which directories, and what each has to agree in."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_kv.errors import CapacityError, ConfigError, ModelDirError, ParityError
+from onnx_kv.layout import KvLayout
+from onnx_kv.parity.compare import compare_prompt
+from onnx_kv.parity.configuration import Configuration, Recording, record
+from onnx_kv.parity.report import ParityReport, Verdict
+from onnx_kv.passes import StampKvLayout
+from onnx_kv.patching import patch_model
+from onnx_kv.runtime.model import RuntimeModel
+
+LAYOUTS = ("head-major", "seq-major")
+PROMPT_LENGTHS = (1, 17, 300)
+TOKENS = 64
+_SEED = 20_240_229  # prompts are the same in every check of a model
+
+
+def check_parity(
+    model_dir: str | Path,
+    other: str | Path | None = None,
+    *,
+    layouts: Sequence[KvLayout | str] = LAYOUTS,
+    against_stock: bool = False,
+    tokens: int = TOKENS,
+    prompt_lengths: Sequence[int] = PROMPT_LENGTHS,
+    on_run: Callable[[str], object] | None = None,
+    **settings: Any,
+) -> ParityReport:
+    """Run the same prompts in several configurations, each in a process of its own, and compare what they did.
+
+    With one directory the configurations are its layouts, each from a temporary patched copy unless the directory has
+    that layout from a patch already; with two, the directories as they are. Prompts are random tokens.
+
+    Args:
+        model_dir: a model directory; its run is the reference.
+        other: a second one.
+        layouts: layouts of `model_dir` to compare; not used with two directories.
+        against_stock: also run `model_dir`, head-major, with stock ONNX Runtime's kernels.
+        tokens: tokens to generate after each prompt; a stop token ends nothing.
+        prompt_lengths: tokens of each prompt.
+        on_run: told the name of each configuration before it runs.
+        **settings: of the decoders, as in `onnx_kv.runtime.config`.
+
+    Raises:
+        ParityError: a configuration cannot run, or two runs were no different ones.
+        CapacityError: a prompt and its tokens are longer than the model's sequences.
+        ConfigError: a setting or length that cannot be used.
+        ModelDirError, MetadataError, PatchRefusedError: a directory cannot be read or patched.
+    """
+    model = RuntimeModel.open(model_dir)
+    prompts = _prompts(model, tokens, prompt_lengths)
+    with tempfile.TemporaryDirectory(prefix="onnx-kv-parity-") as name:
+        copies = _Copies(model, Path(name))
+        if other is None:
+            wanted = [x if isinstance(x, KvLayout) else KvLayout.parse(x) for x in layouts]
+            planned = [Configuration(x.cli_name, copies.patched(x), settings=settings) for x in wanted]
+        else:
+            planned = [Configuration(str(path), str(path), settings=settings) for path in (model_dir, other)]
+        if against_stock:
+            planned.append(Configuration("stock", copies.stock(settings), stock=True, settings=settings))
+        if len(planned) < 2:
+            raise ConfigError("one configuration compares with nothing; give two layouts, a second directory or stock")
+        recordings = []
+        for index, configuration in enumerate(planned):
+            if on_run is not None:
+                on_run(configuration.name)
+            recordings.append(record(configuration, prompts, tokens, Path(name) / f"run-{index}"))
+        _refuse_equal_runs(planned, recordings)
+        return ParityReport(_verdicts(planned, recordings, prompts), tokens)
+
+
+class _Copies:
+    """Directories that hold the model in the layouts wanted: its own, or temporary copies."""
+
+    def __init__(self, model: RuntimeModel, folder: Path) -> None:
+        self._model = model
+        self._folder = folder
+
+    def stock(self, settings: dict[str, Any]) -> str:
+        """A directory that stock ONNX Runtime runs.
+
+        An exported one stands as it is, so that nothing of ours is in the way. On CUDA a sliding-window cache has to be
+        as small as its window, which a patched copy need not be.
+        """
+        own = self._model.layout is KvLayout.HEAD_MAJOR and settings.get("device", "cpu") == "cpu"
+        return str(self._model.directory.path) if own else self.patched(KvLayout.HEAD_MAJOR)
+
+    def patched(self, layout: KvLayout) -> str:
+        """The model's own directory where patching changes nothing, else a copy."""
+        source, copy = self._model.directory.path, self._folder / layout.cli_name
+        if copy.exists():
+            return str(copy)
+        if not patch_model(source, copy, layout, dry_run=True).rewritten:
+            return str(source)
+        if os.stat(source).st_dev == os.stat(self._folder).st_dev:
+            with suppress(ModelDirError):  # hard links are not possible everywhere, copies are
+                patch_model(source, copy, layout, link=True)
+                return str(copy)
+        patch_model(source, copy, layout)
+        return str(copy)
+
+
+def _prompts(model: RuntimeModel, tokens: int, lengths: Sequence[int]) -> list[list[int]]:
+    if tokens < 1 or not lengths or min(lengths) < 1:
+        raise ConfigError(f"tokens={tokens}, prompt lengths {list(lengths)}: each must be at least 1")
+    if model.vocabulary is None:
+        raise ConfigError(f"{model.directory.path} says nowhere how many tokens its vocabulary has")
+    most = model.metadata.max_sequence_length
+    if max(lengths) + tokens > most:
+        raise CapacityError(
+            f"a prompt of {max(lengths)} tokens and {tokens} to generate need {max(lengths) + tokens}, and "
+            f"{model.directory.path} has room for {most}"
+        )
+    generator = np.random.default_rng(_SEED)
+    return [[int(token) for token in generator.integers(0, model.vocabulary, length)] for length in lengths]
+
+
+def _refuse_equal_runs(planned: Sequence[Configuration], recordings: Sequence[Recording]) -> None:
+    """Two runs that differ in nothing prove nothing, however equal their output."""
+    seen: dict[tuple[object, ...], str] = {}
+    for configuration, recording in zip(planned, recordings, strict=True):
+        key = (recording.layout, frozenset(_arithmetic(recording)), configuration.stock)
+        if key in seen:
+            raise ParityError(
+                f"nothing was compared: {seen[key]} and {configuration.name} both ran with layout {recording.layout}"
+            )
+        seen[key] = configuration.name
+
+
+def _verdicts(
+    planned: Sequence[Configuration], recordings: Sequence[Recording], prompts: Sequence[Sequence[int]]
+) -> list[Verdict]:
+    reference = recordings[0]
+    verdicts = []
+    for index, (configuration, recording) in enumerate(zip(planned, recordings, strict=True)):
+        # A run that failed has fewer prompts; those before the failure are compared all the same.
+        both = range(min(len(reference.tokens), len(recording.tokens)) if index > 0 else 0)
+        compared = [
+            compare_prompt(
+                len(prompts[p]), reference.tokens[p], reference.logits[p], recording.tokens[p], recording.logits[p]
+            )
+            for p in both
+        ]
+        verdicts.append(
+            Verdict(
+                configuration=configuration,
+                recording=recording,
+                reference=planned[0].name if index > 0 else None,
+                exact=not configuration.stock and _arithmetic(recording) == _arithmetic(reference),
+                prompts=tuple(compared),
+                failure=recording.failure,
+            )
+        )
+    return verdicts
+
+
+def _arithmetic(recording: Recording) -> set[str]:
+    """The passes that change what is computed; a layout changes only where it is kept."""
+    return set(recording.passes) - {StampKvLayout.name}
