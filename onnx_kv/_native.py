@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import importlib.metadata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from onnx_kv.errors import ConfigError, DriverError, NativeError, OutOfMemoryError, UnsupportedError
@@ -28,7 +31,19 @@ def library() -> ctypes.CDLL:
     """
     loaded = ctypes.CDLL(str(library_path()))
     loaded.onnx_kv_last_error.restype = ctypes.c_char_p
+    if nvrtc := _packaged_nvrtc():
+        loaded.onnx_kv_set_nvrtc_path(str(nvrtc).encode())
     return loaded
+
+
+def _packaged_nvrtc() -> Path | None:
+    """NVRTC as pip installs it (with `onnxruntime-gpu[cuda]`, say); without it the library asks the system's loader."""
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for file in importlib.metadata.files(package) or []:
+                if file.name.startswith("libnvrtc.so"):
+                    return Path(str(file.locate()))
+    return None
 
 
 def function(name: str, *argument_types: Any) -> Callable[..., None]:

@@ -152,3 +152,24 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_memory_shared(void* pool, const OnnxKvSpan* 
 
 ONNX_KV_EXPORT void onnx_kv_host_move(const OnnxKvMove* moves, uint64_t count);
 ONNX_KV_EXPORT void onnx_kv_host_copy_pitched(const OnnxKvPitchedCopy* copies, uint64_t count);
+
+// ---- Kernels, compiled at run time (ops/cuda/compiler.h) and the operator on the GPU (ops/gqa/cuda) ----
+
+// Where NVRTC's shared object lies, for a process that has not used it yet.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_set_nvrtc_path(const char* path);
+
+// Compiles one specialisation, e.g. "onnx_kv/ops/gqa/cuda/append.cu DTYPE=1 HEAD_DIM=128", for `arch`, e.g. "sm_90a", on
+// any machine with NVRTC. `size` is the machine code's, of which `image` gets as much as fits; `log` gets the assembler's report.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_compile(const char* key, const char* arch, void* image, uint64_t capacity,
+                                                 uint64_t* size, char* log, uint64_t log_capacity);
+// The same through the disk cache, without a report.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_compile_cached(const char* key, const char* arch, void* image, uint64_t capacity,
+                                                        uint64_t* size);
+
+// The specialisations, one a line, that a GroupQueryAttention node needs on a device whose blocks may have `shared_bytes`
+// of shared memory. `dtype` is params.h's; `group` is the query heads a KV head.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_gqa_kernels(int32_t dtype, int32_t head_dim, int32_t group, int32_t shared_bytes,
+                                                char* keys, uint64_t capacity);
+
+// Enqueues one call of the operator. `params` is ops/gqa/params.h's GqaParams.
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_gqa(int32_t device, void* stream, const void* params);

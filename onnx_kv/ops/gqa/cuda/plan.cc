@@ -1,0 +1,100 @@
+#include "onnx_kv/ops/gqa/cuda/plan.h"
+
+#include <algorithm>
+
+#include "onnx_kv/ops/status.h"
+
+namespace onnx_kv::cuda {
+namespace {
+
+const std::string kFolder = "onnx_kv/ops/gqa/cuda/";
+
+int32_t ElementBytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Bytes between two rows of a head in shared memory; kRowPitch of the kernels.
+int32_t RowPitch(const NodeShape& shape) {
+  const int32_t padded = (shape.head_dim + 15) / 16 * 16 * ElementBytes(shape.dtype);
+  return (padded / 16 | 1) * 16;
+}
+
+Specialisation Specialise(const char* file, const NodeShape& shape, std::vector<std::string> defines) {
+  if (shape.head_dim < 32 || shape.head_dim > 256 || shape.head_dim % 8 != 0) {
+    throw Error(ONNX_KV_UNSUPPORTED, "head size " + std::to_string(shape.head_dim) +
+                                         " is not supported on CUDA; it must be a multiple of 8 from 32 to 256");
+  }
+  defines.insert(defines.begin(), {"DTYPE=" + std::to_string(static_cast<int>(shape.dtype)),
+                                   "HEAD_DIM=" + std::to_string(shape.head_dim)});
+  return {kFolder + file, std::move(defines)};
+}
+
+std::string Define(const char* name, int32_t value) { return std::string(name) + '=' + std::to_string(value); }
+
+}  // namespace
+
+DecodePlan PlanDecode(const NodeShape& shape, const DeviceLimits& limits) {
+  const int32_t head_tiles = shape.group > 8 ? 2 : 1, heads = 8 * head_tiles;
+  const int32_t row_pitch = RowPitch(shape);
+  const int32_t tile = row_pitch <= 160 ? 32 : 16;  // about 8 KiB of K and V
+  const int32_t own = (heads + 2) * row_pitch + 128 * heads * 4 + 2048;  // the kernel's static shared memory, rounded up
+  int32_t warps = 4;
+  int32_t stages = 3;
+  auto ring_bytes = [&] { return warps * stages * 2 * tile * row_pitch; };
+  while (ring_bytes() + own > limits.shared_bytes && (stages > 2 || warps > 1)) {
+    if (stages > 2) {
+      stages = 2;
+    } else {
+      warps /= 2;
+      stages = 3;
+    }
+  }
+  const int32_t merge_bytes = warps * heads * ((shape.head_dim + 15) / 16 * 16 + 4) * 4;
+  DecodePlan plan;
+  plan.kernel = {Specialise("decode.cu", shape,
+                            {Define("HEAD_TILES", head_tiles), Define("WARPS", warps), Define("STAGES", stages),
+                             Define("TILE", tile)}),
+                 "gqa_decode", static_cast<uint32_t>(32 * warps),
+                 static_cast<uint32_t>(std::max(ring_bytes(), merge_bytes))};
+  plan.heads = heads;
+  plan.unit = warps * tile;
+  plan.partial_floats = shape.head_dim + 4;
+  return plan;
+}
+
+PrefillPlan PlanPrefill(const NodeShape& shape, const DeviceLimits& limits) {
+  const bool precise = shape.dtype == DType::kFloat32;
+  const int32_t warps = precise ? 2 : 4;
+  const int32_t row_blocks = precise || shape.head_dim > 128 ? 1 : 2;
+  const int32_t rows = warps * row_blocks * 16;
+  int32_t columns = precise || shape.head_dim > 64 ? 32 : 64;
+  auto bytes = [&] { return (rows + 4 * columns) * RowPitch(shape); };
+  while (bytes() > limits.shared_bytes && columns > 16) columns /= 2;
+  PrefillPlan plan;
+  plan.attend = {Specialise("prefill.cu", shape,
+                            {Define("WARPS", warps), Define("ROW_BLOCKS", row_blocks), Define("COLUMNS", columns)}),
+                 "gqa_prefill", static_cast<uint32_t>(32 * warps), static_cast<uint32_t>(bytes())};
+  plan.rows = rows;
+  return plan;
+}
+
+Kernel PlanAppend(const NodeShape& shape) { return {Specialise("append.cu", shape, {}), "gqa_append", 256, 0}; }
+
+Kernel PlanCopyPrefix(const NodeShape& shape) { return {Specialise("append.cu", shape, {}), "gqa_copy_prefix", 256, 0}; }
+
+std::vector<Specialisation> KernelsOf(const NodeShape& shape, const DeviceLimits& limits) {
+  return {PlanDecode(shape, limits).kernel.specialisation, PlanPrefill(shape, limits).attend.specialisation,
+          PlanAppend(shape).specialisation};
+}
+
+}  // namespace onnx_kv::cuda
+
+OnnxKvStatus onnx_kv_gqa_kernels(int32_t dtype, int32_t head_dim, int32_t group, int32_t shared_bytes, char* keys,
+                                 uint64_t capacity) {
+  using namespace onnx_kv::cuda;
+  return onnx_kv::Guard([&] {
+    std::string text;
+    const NodeShape shape = {static_cast<onnx_kv::DType>(dtype), head_dim, group};
+    for (const Specialisation& kernel : KernelsOf(shape, {132, shared_bytes})) text += kernel.Key() + '\n';
+    if (text.size() >= capacity) throw onnx_kv::Error(ONNX_KV_INVALID_ARGUMENT, "the buffer for the keys is too small");
+    keys[text.copy(keys, capacity - 1)] = '\0';
+  });
+}
