@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnx_kv import cuda
-from onnx_kv._native import function
 from onnx_kv.layout import KvLayout, LayerShape, Side, strides, token_offset
+from onnx_kv.ops.cuda_gqa import GqaParams, KvStrides, launch
 from tests.support.gqa_reference import GqaAttributes, GqaInputs, GqaOutputs, cache_shape, cache_view
 
 Array = NDArray[Any]
@@ -27,63 +26,6 @@ DTYPES: dict[str, tuple[int, Any]] = {
 }
 LAYERS, LAYER = 3, 1
 """Of a token-major cache: how many layers share it, and which one a call works on."""
-
-
-class KvStrides(ctypes.Structure):
-    """params.h's struct of this name."""
-
-    _fields_ = (("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("seq", ctypes.c_int64))
-
-
-class GqaParams(ctypes.Structure):
-    """params.h's struct of this name."""
-
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("batch", ctypes.c_int32),
-        ("q_len", ctypes.c_int32),
-        ("q_heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("past_capacity", ctypes.c_int32),
-        ("present_capacity", ctypes.c_int32),
-        ("query", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("query_token_stride", ctypes.c_int64),
-        ("kv_token_stride", ctypes.c_int64),
-        ("past_key", ctypes.c_void_p),
-        ("past_value", ctypes.c_void_p),
-        ("present_key", ctypes.c_void_p),
-        ("present_value", ctypes.c_void_p),
-        ("past", KvStrides),
-        ("present", KvStrides),
-        ("seqlens_k", ctypes.c_void_p),
-        ("query_seqlens", ctypes.c_void_p),
-        ("cos_cache", ctypes.c_void_p),
-        ("sin_cache", ctypes.c_void_p),
-        ("rotary_rows", ctypes.c_int32),
-        ("rotary_dim", ctypes.c_int32),
-        ("rotary_interleaved", ctypes.c_bool),
-        ("position_ids", ctypes.c_void_p),
-        ("attention_bias", ctypes.c_void_p),
-        ("bias_batch_stride", ctypes.c_int64),
-        ("bias_head_stride", ctypes.c_int64),
-        ("bias_row_stride", ctypes.c_int64),
-        ("head_sink", ctypes.c_void_p),
-        ("q_norm_weight", ctypes.c_void_p),
-        ("k_norm_weight", ctypes.c_void_p),
-        ("q_norm_epsilon", ctypes.c_float),
-        ("k_norm_epsilon", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("window", ctypes.c_int32),
-        ("smooth_softmax", ctypes.c_bool),
-        ("output", ctypes.c_void_p),
-    )
-
-
-launch = function("onnx_kv_cuda_gqa", ctypes.c_int32, ctypes.c_uint64, ctypes.POINTER(GqaParams))
 
 
 @dataclass
@@ -101,7 +43,7 @@ class Prepared:
 
     def launch(self) -> None:
         """Queue the call."""
-        launch(0, self.stream.handle, ctypes.byref(self.params))
+        launch(self.params, self.stream)
 
     def results(self) -> GqaOutputs:
         """Wait, and return the output and the presents as logical arrays."""
