@@ -173,3 +173,30 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_gqa_kernels(int32_t dtype, int32_t head_dim,
 
 // Enqueues one call of the operator. `params` is ops/gqa/params.h's GqaParams.
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_gqa(int32_t device, void* stream, const void* params);
+// ---- The end of a decode step (ops/cuda/step.cu) ----
+
+// Chooses every row's next token from its logits and writes it, with the lengths that follow from it, where the next step
+// reads them. Addresses are of device memory; 0 leaves an optional one out. See step_params.cuh.
+struct OnnxKvChoice {
+  int32_t dtype;  // of the logits, as onnx_kv::DType
+  int32_t batch;
+  int32_t vocab;
+  int32_t ring_size;
+  uint64_t logits;     // row r begins at r * row_stride elements
+  int64_t row_stride;  // elements
+  uint64_t workspace;  // of the size onnx_kv_cuda_choice_workspace says; zeroed once, left zeroed where it matters
+  float temperature;   // <= 0: greedy, the lowest index among equals
+  int32_t top_k;       // <= 0: off
+  float top_p;         // >= 1: off
+  uint64_t seed;
+  uint64_t input_ids;       // int64 [batch]
+  uint64_t position_ids;    // int64 [batch], optional
+  uint64_t seqlens_k;       // int32 [batch]
+  uint64_t attention_mask;  // int64 [batch, mask_stride], optional
+  int64_t mask_stride;
+  uint64_t ring;   // int64 [batch, ring_size]: chosen token n of a row is at n % ring_size
+  uint64_t steps;  // int32 [batch]: how many were chosen
+};
+
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_choice_workspace(int32_t batch, int32_t vocab, uint64_t* bytes);
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_choose(int32_t device, void* stream, const OnnxKvChoice* choice);

@@ -1,51 +1,22 @@
 // What a decode step does around the model, on the device: choose the next token of every row from its logits, then write it
 // where the next step reads it. One kernel a step: the block that finishes a row last chooses and advances.
 //
-// Compiled with LOGIT_TYPE (0 float, 1 half, 2 bfloat16). Sums of probabilities are 64-bit fixed point, so that atomics add up to
-// the same value in whatever order they come: a seed gives the same tokens run to run.
+// Sums of probabilities are 64-bit fixed point, so that atomics add up to the same value in whatever order they come: a
+// seed gives the same tokens run to run.
 
-typedef unsigned char uint8;
-typedef unsigned short uint16;
-typedef unsigned int uint32;
-typedef unsigned long long uint64;
-typedef long long int64;
+#include "onnx_kv/ops/cuda/element.cuh"
+#include "onnx_kv/ops/cuda/step_params.cuh"
 
-// The rows' state between steps. `ring` keeps the last `ring_size` tokens of a row for the host.
-struct StepState {
-  int64* input_ids;       // [batch]: the token that the next step reads
-  int64* position_ids;    // [batch] or null
-  int* seqlens_k;         // [batch]: tokens in the cache after the next step, minus one; so the next token's place
-  int64* attention_mask;  // [batch, mask_stride] or null
-  int64 mask_stride;      // slots a row
-  int64* ring;  // [batch, ring_size]
-  int ring_size;
-  int* steps;  // [batch]: tokens chosen so far; the sampler's counter and the ring's index
-};
-
-struct SampleParams {
-  float temperature;  // <= 0: greedy
-  int top_k;          // <= 0: every token
-  float top_p;        // >= 1: every token
-  uint64 seed;
-};
+using uint32 = uint32_t;
+using uint64 = unsigned long long;  // as atomicAdd spells it
+using onnx_kv::cuda::Sampling;
+using onnx_kv::cuda::StepState;
 
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = onnx_kv::cuda::kStepThreads;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBins = 256;
-
-__device__ __forceinline__ float ToFloat(const void* row, int64 index) {
-#if LOGIT_TYPE == 0
-  return static_cast<const float*>(row)[index];
-#elif LOGIT_TYPE == 1
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<const uint16*>(row)[index]));
-  return value;
-#else
-  return __uint_as_float(static_cast<uint32>(static_cast<const uint16*>(row)[index]) << 16);
-#endif
-}
 
 // Orders floats as unsigned integers: larger logit, larger key. NaN counts as the smallest, so that it is never chosen.
 __device__ __forceinline__ uint32 Key(float value) {
@@ -109,7 +80,7 @@ __device__ __forceinline__ uint64 Mass(uint32 key, float highest, float inverse_
 // The smallest key whose tokens of this key or a larger one weigh at least `target`, by a radix search of 4 × 8 bits.
 // Every token weighs 1 (for top-k) or its probability mass (for top-p). Only keys >= `floor` count.
 template <typename Weight>
-__device__ uint32 Threshold(const void* row, int vocab, uint32 floor, uint64 target, uint64* bins, Weight weight) {
+__device__ uint32 Threshold(const Element* row, int vocab, uint32 floor, uint64 target, uint64* bins, Weight weight) {
   __shared__ uint32 prefix;
   __shared__ uint64 above;
   if (threadIdx.x == 0) prefix = 0, above = 0;
@@ -118,7 +89,7 @@ __device__ uint32 Threshold(const void* row, int vocab, uint32 floor, uint64 tar
     __syncthreads();
     const uint32 mask = shift == 24 ? 0 : 0xffffffffu << (shift + 8);
     for (int i = threadIdx.x; i < vocab; i += kThreads) {
-      const uint32 key = Key(ToFloat(row, i));
+      const uint32 key = Key(ToFloat(row[i]));
       if (key >= floor && (key & mask) == prefix) atomicAdd(&bins[key >> shift & 255], weight(key));
     }
     __syncthreads();
@@ -135,13 +106,13 @@ __device__ uint32 Threshold(const void* row, int vocab, uint32 floor, uint64 tar
 }
 
 // Draws a token among those with key >= `floor`, in the order of their indices.
-__device__ uint32 Draw(const void* row, int vocab, uint32 floor, float highest, float inverse_temperature, uint64 random,
+__device__ uint32 Draw(const Element* row, int vocab, uint32 floor, float highest, float inverse_temperature, uint64 random,
                        uint32 fallback, uint64* scratch) {
   __shared__ uint32 chosen;
   const int chunk = (vocab + kThreads - 1) / kThreads, begin = threadIdx.x * chunk, end = min(begin + chunk, vocab);
   uint64 own = 0;
   for (int i = begin; i < end; ++i) {
-    const uint32 key = Key(ToFloat(row, i));
+    const uint32 key = Key(ToFloat(row[i]));
     if (key >= floor) own += Mass(key, highest, inverse_temperature);
   }
   uint64 upto = own;  // inclusive prefix sum over the block
@@ -161,7 +132,7 @@ __device__ uint32 Draw(const void* row, int vocab, uint32 floor, float highest, 
   if (upto - own <= goal && goal < upto) {
     uint64 sum = upto - own;
     for (int i = begin; i < end; ++i) {
-      const uint32 key = Key(ToFloat(row, i));
+      const uint32 key = Key(ToFloat(row[i]));
       if (key >= floor) sum += Mass(key, highest, inverse_temperature);
       if (sum > goal) {
         chosen = i;
@@ -173,7 +144,7 @@ __device__ uint32 Draw(const void* row, int vocab, uint32 floor, float highest, 
   return chosen;
 }
 
-__device__ uint32 Sample(const void* row, int vocab, const SampleParams& params, uint64 best, uint32 row_index,
+__device__ uint32 Sample(const Element* row, int vocab, const Sampling& params, uint64 best, uint32 row_index,
                          uint32 step, uint64* scratch) {
   const uint32 best_index = 0xffffffffu - static_cast<uint32>(best);
   const float highest = FromKey(static_cast<uint32>(best >> 32)), inverse = 1.0f / params.temperature;
@@ -188,7 +159,7 @@ __device__ uint32 Sample(const void* row, int vocab, const SampleParams& params,
     __syncthreads();
     uint64 own = 0;
     for (int i = threadIdx.x; i < vocab; i += kThreads) {
-      const uint32 key = Key(ToFloat(row, i));
+      const uint32 key = Key(ToFloat(row[i]));
       if (key >= floor) own += mass(key);
     }
     atomicAdd(&total, own);
@@ -199,11 +170,11 @@ __device__ uint32 Sample(const void* row, int vocab, const SampleParams& params,
   return Draw(row, vocab, floor, highest, inverse, Random(params.seed, row_index, step), best_index, scratch);
 }
 
-__device__ void Advance(const StepState& state, int row, int64 token) {
+__device__ void Advance(const StepState& state, int row, int64_t token) {
   const int step = state.steps[row]++;
-  state.ring[static_cast<int64>(row) * state.ring_size + step % state.ring_size] = token;
+  state.ring[static_cast<int64_t>(row) * state.ring_size + step % state.ring_size] = token;
   state.input_ids[row] = token;
-  const int64 place = ++state.seqlens_k[row];
+  const int64_t place = ++state.seqlens_k[row];
   if (state.position_ids != nullptr) ++state.position_ids[row];
   if (state.attention_mask != nullptr && place < state.mask_stride) {
     state.attention_mask[row * state.mask_stride + place] = 1;
@@ -215,17 +186,16 @@ __device__ void Advance(const StepState& state, int row, int64 token) {
 // grid (blocks, batch), kThreads threads. `partial` is [batch, blocks]; `tickets` is [batch], zero before the first launch and left zero.
 // Row r of the logits begins at r * row_stride elements.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    choose_and_advance(const void* logits, int64 row_stride, int vocab, uint64* partial, uint32* tickets,
-                       SampleParams params, StepState state) {
+    choose_and_advance(const Element* logits, int64_t row_stride, int vocab, uint64* partial, uint32* tickets,
+                       Sampling params, StepState state) {
   __shared__ uint64 scratch[kBins];
   __shared__ bool last;
-  constexpr int64 kBytes = LOGIT_TYPE == 0 ? 4 : 2;
   const int row = blockIdx.y, blocks = gridDim.x;
-  const void* values = static_cast<const uint8*>(logits) + row * row_stride * kBytes;
+  const Element* values = logits + row * row_stride;
 
   uint64 best = 0;
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < vocab; i += blocks * kThreads) {
-    const uint64 candidate = Pack(Key(ToFloat(values, i)), i);
+    const uint64 candidate = Pack(Key(ToFloat(values[i])), i);
     best = candidate > best ? candidate : best;
   }
   best = BlockMax(best, scratch);
