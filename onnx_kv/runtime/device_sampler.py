@@ -55,8 +55,8 @@ _choose = function("onnx_kv_cuda_choose", ctypes.c_int32, ctypes.c_void_p, ctype
 class DeviceSampler:
     """The device's side of a batch between two steps, and the kernel that advances it.
 
-    The buffers are the model's inputs and keep their addresses: `input_ids`, `position_ids` (int64 [rows, 1]), `seqlens_k`
-    (int32 [rows]) and, with `mask_slots`, `attention_mask` (int64 [rows, mask_slots]).
+    The buffers are the model's inputs and keep their addresses: `input_ids`, `position_ids` (int64 [rows, 1]),
+    `seqlens_k` (int32 [rows]) and, with `mask_slots`, `attention_mask` (int64 [rows, mask_slots]).
     """
 
     def __init__(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,16 +9,7 @@ from onnx_kv import cuda
 from onnx_kv.runtime.device_sampler import DeviceSampler
 from onnx_kv.runtime.sampling import GREEDY, Sampling
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.device_count() == 0, reason="needs an NVIDIA GPU; this machine has none"),
-]
-
-
-@pytest.fixture
-def stream() -> Iterator[cuda.Stream]:
-    with cuda.Stream() as stream:
-        yield stream
+pytestmark = pytest.mark.gpu
 
 
 def draw(sampling: Sampling, logits: np.ndarray, stream: cuda.Stream, steps: int = 1) -> np.ndarray:
