@@ -173,6 +173,7 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_gqa_kernels(int32_t dtype, int32_t head_dim,
 
 // Enqueues one call of the operator. `params` is ops/gqa/params.h's GqaParams.
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_gqa(int32_t device, void* stream, const void* params);
+
 // ---- The end of a decode step (ops/cuda/step.cu) ----
 
 // Chooses every row's next token from its logits and writes it, with the lengths that follow from it, where the next step
