@@ -22,7 +22,7 @@ _CUDA_PROVIDER = "CUDAExecutionProvider"
 
 
 class Status(enum.StrEnum):
-    """What a check found: `ok`, `absent` where the part is not needed here, `problem` where there is something to do."""
+    """What a check found: `ok`, `absent` where the part is not needed here, `problem` where one has to do something."""
 
     OK = "ok"
     ABSENT = "absent"

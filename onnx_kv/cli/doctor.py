@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import click
+
 from onnx_kv.doctor import Status, examine
 
 _COLOURS = {Status.OK: "green", Status.ABSENT: "yellow", Status.PROBLEM: "red"}
