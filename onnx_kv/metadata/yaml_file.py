@@ -78,8 +78,8 @@ def parse(text: str, file: Path) -> tuple[yaml.MappingNode, dict[Any, Any]]:
         MetadataError: not one YAML document, an alias, a key twice in a mapping; with line and column where YAML gives
             them.
     """
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         data = loader.construct_document(node) if node else None
     except yaml.MarkedYAMLError as error:
