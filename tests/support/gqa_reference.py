@@ -71,7 +71,7 @@ class GqaInputs:
 
 @dataclass
 class GqaOutputs:
-    """`output` is `[B, S, H, D]` in float64, zero in padding rows; presents have the key's dtype, NaN where unwritten."""
+    """`output` is `[B, S, H, D]`, float64, zero in padding rows; presents have the key's dtype, NaN where unwritten."""
 
     output: NDArray[np.float64]
     present_key: Array

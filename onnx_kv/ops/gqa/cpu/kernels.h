@@ -1,0 +1,70 @@
+// What is compiled once for every instruction set: the inner loops of attention, on float32 with float32 sums.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "onnx_kv/ops/gqa/params.h"
+
+namespace onnx_kv::cpu {
+
+inline constexpr int kTileKeys = 128;  // keys of a tile; tile i holds the positions [i*kTileKeys, (i+1)*kTileKeys)
+inline constexpr int kMaxRows = 32;    // query rows that a tile serves at once
+inline constexpr int kPad = 32;        // rows of float scratch are padded to this many elements (two widest vectors)
+
+inline int PaddedDim(int head_dim) { return (head_dim + kPad - 1) / kPad * kPad; }
+
+inline size_t ElementSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// The softmax over some keys of some query rows, before it is divided: weights are exp(score - peak), `sum` their sum,
+// `out` the sum of weighted values. A row without a visible key has peak -inf, sum 0 and out 0.
+struct State {
+  float* peak;  // [rows]
+  float* sum;   // [rows]
+  float* out;   // [rows, padded dim]
+};
+
+struct Tile {
+  DType dtype;  // of the cache and the bias
+  int head_dim;
+  int rows;  // 1 to kMaxRows
+  float softcap;
+
+  const float* query;  // [rows, padded dim], scaled, padding is zero
+  const void* key;     // of the tile's first position; key_stride elements from one position to the next
+  const void* value;
+  int64_t key_stride;
+  int64_t value_stride;
+  int first;  // keys that any row sees: [first, last) within the tile
+  int last;
+  const int* row_first;  // [rows] keys that a row sees: [row_first, row_last), empty where they cross
+  const int* row_last;
+  const void* const* bias;  // [rows] the row's bias of the tile's first position; or nullptr
+
+  float* scores;  // scratch [rows, kTileKeys]
+  float* staged;  // scratch [max(4 * padded dim, kTileKeys * kPad)]
+};
+
+struct Kernels {
+  const char* name;
+  // Conversion of `count` elements from and to float32.
+  void (*widen)(DType dtype, const void* source, float* target, int count);
+  void (*narrow)(DType dtype, const float* source, void* target, int count);
+  // The softmax state of one tile.
+  void (*attend)(const Tile& tile, const State& state);
+  // Appends `next`, the state over later keys, to `state`.
+  void (*merge)(const State& state, const State& next, int rows, int head_dim);
+  // Divides by the denominator, to which a `sink` (if not -inf) adds exp(sink): row r of `state` becomes the output.
+  void (*finish)(const State& state, int row, int head_dim, float sink);
+};
+
+// The kernels for the best instruction set that this processor has.
+const Kernels& BestKernels();
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace onnx_kv::cpu

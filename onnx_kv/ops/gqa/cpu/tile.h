@@ -1,0 +1,342 @@
+// The kernels of kernels.h, written on the vectors of whichever simd_*.h was included before.
+//
+// Included by one source file per instruction set, which is compiled with that set's flags. So everything here has
+// internal linkage, and nothing of the standard library is called: a shared inline function could otherwise be linked
+// in the version of a processor that is not there.
+//
+// Register blocks may cover any rows and keys without changing a bit of the result: a score is always summed along the
+// head's channels vector by vector, an output element always along the keys one by one.
+#pragma once
+
+#include "onnx_kv/ops/gqa/cpu/kernels.h"
+
+namespace onnx_kv::cpu {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+// The float above -65504, float16's lowest: a bias below it is a mask.
+constexpr float kAboveLowestHalf = -65503.996f;
+constexpr int kPanel = 2 * kWidth;  // channels of one block of weighted sums
+
+inline int Least(int a, int b) { return a < b ? a : b; }
+inline int Most(int a, int b) { return a > b ? a : b; }
+
+// e^x to about one unit in the last place for x <= 88; exactly 0 for x < -87, where the result would be subnormal.
+// Range reduction to r = x - n*ln(2), then the Taylor series of e^r, whose next term is below 1e-8.
+inline Vec Exp(Vec x) {
+  const Vec clamped = Max(Set(-87.0f), Min(Set(88.0f), x));
+  const Vec n = Round(Mul(clamped, Set(1.44269504f)));
+  Vec r = Fma(n, Set(-0.693359375f), clamped);  // ln(2) in two parts, the first exact in few bits
+  r = Fma(n, Set(2.12194440e-4f), r);
+  constexpr float kTerms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  Vec sum = Set(1.0f / 5040);
+  for (float term : kTerms) sum = Fma(sum, r, Set(term));
+  return IfLess(x, Set(-87.0f), Set(0.0f), Mul(sum, PowerOfTwo(n)));
+}
+
+inline float Exp(float x) {
+  float lanes[kWidth];
+  Store(lanes, Exp(Set(x)));
+  return lanes[0];
+}
+
+// cap * tanh(score / cap), as 1 - 2 / (e^2y + 1); beyond |y| = 9 the result is 1 in float.
+inline Vec SoftCap(Vec score, float cap) {
+  const Vec y = Max(Set(-9.0f), Min(Set(9.0f), Div(score, Set(cap))));
+  const Vec power = Exp(Add(y, y));
+  const Vec one = Set(1.0f);
+  return Mul(Set(cap), Div(Sub(power, one), Add(power, one)));
+}
+
+inline float FloatOfBFloat(uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float wide;
+  __builtin_memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+
+inline uint16_t BFloatOfFloat(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void WidenHalf(const uint16_t* source, float* target, int count) {
+  int i = 0;
+  for (; i + kWidth <= count; i += kWidth) Store(target + i, LoadHalf(source + i));
+  if (i == count) return;
+  uint16_t tail[kWidth] = {};
+  float wide[kWidth];
+  __builtin_memcpy(tail, source + i, sizeof(uint16_t) * (count - i));
+  Store(wide, LoadHalf(tail));
+  __builtin_memcpy(target + i, wide, sizeof(float) * (count - i));
+}
+
+void NarrowHalf(const float* source, uint16_t* target, int count) {
+  int i = 0;
+  for (; i + kWidth <= count; i += kWidth) StoreHalf(target + i, Load(source + i));
+  if (i == count) return;
+  float tail[kWidth] = {};
+  uint16_t narrow[kWidth];
+  __builtin_memcpy(tail, source + i, sizeof(float) * (count - i));
+  StoreHalf(narrow, Load(tail));
+  __builtin_memcpy(target + i, narrow, sizeof(uint16_t) * (count - i));
+}
+
+void Widen(DType dtype, const void* source, float* target, int count) {
+  const auto* halves = static_cast<const uint16_t*>(source);
+  switch (dtype) {
+    case DType::kFloat32:
+      __builtin_memcpy(target, source, sizeof(float) * count);
+      break;
+    case DType::kFloat16:
+      WidenHalf(halves, target, count);
+      break;
+    case DType::kBFloat16:
+      for (int i = 0; i < count; ++i) target[i] = FloatOfBFloat(halves[i]);
+      break;
+  }
+}
+
+void Narrow(DType dtype, const float* source, void* target, int count) {
+  auto* halves = static_cast<uint16_t*>(target);
+  switch (dtype) {
+    case DType::kFloat32:
+      __builtin_memcpy(target, source, sizeof(float) * count);
+      break;
+    case DType::kFloat16:
+      NarrowHalf(source, halves, count);
+      break;
+    case DType::kBFloat16:
+      for (int i = 0; i < count; ++i) halves[i] = BFloatOfFloat(source[i]);
+      break;
+  }
+}
+
+const void* At(DType dtype, const void* base, int64_t element) {
+  return static_cast<const char*>(base) + element * (dtype == DType::kFloat32 ? 4 : 2);
+}
+
+// Copies `count` elements as floats and fills up with zeros to `padded`.
+void Stage(DType dtype, const void* source, int count, float* target, int padded) {
+  Widen(dtype, source, target, count);
+  for (int i = count; i < padded; ++i) target[i] = 0.0f;
+}
+
+// Splits `rows` evenly into blocks of at most `most` and calls block(begin, end).
+template <typename Block>
+inline void ForBlocks(int rows, int most, Block&& block) {
+  const int blocks = (rows + most - 1) / most;
+  for (int i = 0; i < blocks; ++i) block(rows * i / blocks, rows * (i + 1) / blocks);
+}
+
+// Scores of `Rows` queries and four keys.
+template <int Rows>
+inline void DotBlock(const float* query, int query_stride, const float* const* keys, int channels, float* scores) {
+  Vec sums[Rows][4];
+  for (auto& row : sums) {
+    for (Vec& sum : row) sum = Set(0.0f);
+  }
+  for (int d = 0; d < channels; d += kWidth) {
+    Vec q[Rows];
+    for (int r = 0; r < Rows; ++r) q[r] = Load(query + r * query_stride + d);
+    for (int k = 0; k < 4; ++k) {
+      const Vec key = Load(keys[k] + d);
+      for (int r = 0; r < Rows; ++r) sums[r][k] = Fma(q[r], key, sums[r][k]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) SumsOf(sums[r], scores + r * kTileKeys);
+}
+
+template <int Rows = kDotRows>
+inline void Dot(int rows, const float* query, int query_stride, const float* const* keys, int channels, float* scores) {
+  if (rows == Rows) {
+    DotBlock<Rows>(query, query_stride, keys, channels, scores);
+  } else if constexpr (Rows > 1) {
+    Dot<Rows - 1>(rows, query, query_stride, keys, channels, scores);
+  }
+}
+
+// Scores of all rows and the keys [first, last). Keys are read in place where whole vectors of floats can be.
+void Scores(const Tile& tile) {
+  const int padded = PaddedDim(tile.head_dim);
+  const bool in_place = tile.dtype == DType::kFloat32 && tile.head_dim % kWidth == 0;
+  const int channels = in_place ? tile.head_dim : padded;
+  for (int t = tile.first; t < tile.last; t += 4) {
+    const float* keys[4];
+    for (int k = 0; k < 4; ++k) {
+      // The last key stands in for those after it: nothing beyond it is read, and its scores there are not used.
+      const void* key = At(tile.dtype, tile.key, Least(t + k, tile.last - 1) * tile.key_stride);
+      if (in_place) {
+        keys[k] = static_cast<const float*>(key);
+      } else {
+        Stage(tile.dtype, key, tile.head_dim, tile.staged + k * padded, padded);
+        keys[k] = tile.staged + k * padded;
+      }
+    }
+    ForBlocks(tile.rows, kDotRows, [&](int begin, int end) {
+      Dot(end - begin, tile.query + begin * padded, padded, keys, channels, tile.scores + begin * kTileKeys + t);
+    });
+  }
+}
+
+void AddBias(const Tile& tile, int row, int first, int last) {
+  float* scores = tile.scores + row * kTileKeys;
+  float* bias = tile.staged;
+  Widen(tile.dtype, At(tile.dtype, tile.bias[row], first), bias + first, last - first);
+  for (int t = first; t < last; ++t) {
+    scores[t] = bias[t] < kAboveLowestHalf ? -kInfinity : scores[t] + bias[t];
+  }
+}
+
+// Turns a row of scores into weights.
+void SoftMax(const Tile& tile, int row, const State& state) {
+  float* scores = tile.scores + row * kTileKeys;
+  const int first = Most(tile.row_first[row], tile.first);
+  const int last = Least(tile.row_last[row], tile.last);
+  state.peak[row] = -kInfinity;
+  state.sum[row] = 0.0f;
+  if (first >= last) return;
+  const int begin = first / kWidth * kWidth;
+  const int end = (last + kWidth - 1) / kWidth * kWidth;
+  if (tile.softcap > 0) {
+    for (int t = begin; t < end; t += kWidth) Store(scores + t, SoftCap(Load(scores + t), tile.softcap));
+  }
+  if (tile.bias != nullptr) AddBias(tile, row, first, last);
+  for (int t = begin; t < first; ++t) scores[t] = -kInfinity;
+  for (int t = last; t < end; ++t) scores[t] = -kInfinity;
+  Vec most = Set(-kInfinity);
+  for (int t = begin; t < end; t += kWidth) most = Max(most, Load(scores + t));
+  const float peak = MaxOf(most);
+  state.peak[row] = peak;
+  Vec sum = Set(0.0f);
+  for (int t = begin; t < end; t += kWidth) {
+    const Vec weight = peak == -kInfinity ? Set(0.0f) : Exp(Sub(Load(scores + t), Set(peak)));
+    Store(scores + t, weight);
+    sum = Add(sum, weight);
+  }
+  state.sum[row] = SumOf(sum);
+}
+
+// Adds the values of `keys` keys, weighted, to one panel of `Rows` outputs.
+template <int Rows>
+inline void SumBlock(const float* weights, const float* values, int64_t value_stride, int keys, float* out,
+                     int out_stride) {
+  Vec sums[Rows][2];
+  for (int r = 0; r < Rows; ++r) {
+    sums[r][0] = Load(out + r * out_stride);
+    sums[r][1] = Load(out + r * out_stride + kWidth);
+  }
+  for (int t = 0; t < keys; ++t) {
+    const Vec low = Load(values);
+    const Vec high = Load(values + kWidth);
+    values += value_stride;
+    for (int r = 0; r < Rows; ++r) {
+      const Vec weight = Set(weights[r * kTileKeys + t]);
+      sums[r][0] = Fma(weight, low, sums[r][0]);
+      sums[r][1] = Fma(weight, high, sums[r][1]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    Store(out + r * out_stride, sums[r][0]);
+    Store(out + r * out_stride + kWidth, sums[r][1]);
+  }
+}
+
+template <int Rows = kSumRows>
+inline void Sum(int rows, const float* weights, const float* values, int64_t value_stride, int keys, float* out,
+                int out_stride) {
+  if (rows == Rows) {
+    SumBlock<Rows>(weights, values, value_stride, keys, out, out_stride);
+  } else if constexpr (Rows > 1) {
+    Sum<Rows - 1>(rows, weights, values, value_stride, keys, out, out_stride);
+  }
+}
+
+// One panel of the outputs of the rows [begin, end). `values` are those of the tile's first position. Keys that not all
+// of the rows see are added row by row, so that what a row does not see, were it infinite, cannot reach it.
+void SumPanel(const Tile& tile, int begin, int end, const float* values, int64_t value_stride, float* out) {
+  const int padded = PaddedDim(tile.head_dim);
+  int shared_first = tile.first;
+  int shared_last = tile.last;
+  for (int r = begin; r < end; ++r) {
+    shared_first = Most(shared_first, tile.row_first[r]);
+    shared_last = Least(shared_last, tile.row_last[r]);
+  }
+  const auto sum = [&](int row, int rows, int first, int last) {
+    if (first >= last) return;
+    Sum(rows, tile.scores + row * kTileKeys + first, values + first * value_stride, value_stride, last - first,
+        out + row * padded, padded);
+  };
+  if (shared_first >= shared_last) shared_first = shared_last = tile.last;
+  for (int r = begin; r < end; ++r) {
+    sum(r, 1, Most(tile.row_first[r], tile.first), Least(Least(tile.row_last[r], tile.last), shared_first));
+  }
+  sum(begin, end - begin, shared_first, shared_last);
+  for (int r = begin; r < end; ++r) {
+    sum(r, 1, shared_last, Least(tile.row_last[r], tile.last));
+  }
+}
+
+void WeightedSums(const Tile& tile, const State& state) {
+  const int padded = PaddedDim(tile.head_dim);
+  for (int i = 0; i < tile.rows * padded; ++i) state.out[i] = 0.0f;
+  for (int column = 0; column < tile.head_dim; column += kPanel) {
+    const int width = Least(kPanel, tile.head_dim - column);
+    const void* values = At(tile.dtype, tile.value, column);
+    int64_t stride = tile.value_stride;
+    // Few rows read floats in place; many rows read a panel often enough to gather it first.
+    const bool in_place = tile.dtype == DType::kFloat32 && width == kPanel && tile.rows <= 2 * kSumRows;
+    if (!in_place) {
+      for (int t = tile.first; t < tile.last; ++t) {
+        Stage(tile.dtype, At(tile.dtype, values, t * stride), width, tile.staged + t * kPanel, kPanel);
+      }
+      values = tile.staged;
+      stride = kPanel;
+    }
+    ForBlocks(tile.rows, kSumRows, [&](int begin, int end) {
+      SumPanel(tile, begin, end, static_cast<const float*>(values), stride, state.out + column);
+    });
+  }
+}
+
+void AttendTile(const Tile& tile, const State& state) {
+  Scores(tile);
+  for (int r = 0; r < tile.rows; ++r) SoftMax(tile, r, state);
+  WeightedSums(tile, state);
+}
+
+void Merge(const State& state, const State& next, int rows, int head_dim) {
+  const int padded = PaddedDim(head_dim);
+  for (int r = 0; r < rows; ++r) {
+    if (next.peak[r] == -kInfinity) continue;
+    const float peak = state.peak[r] > next.peak[r] ? state.peak[r] : next.peak[r];
+    const float keep = Exp(state.peak[r] - peak);
+    const float take = Exp(next.peak[r] - peak);
+    state.peak[r] = peak;
+    state.sum[r] = state.sum[r] * keep + next.sum[r] * take;
+    float* out = state.out + r * padded;
+    const float* more = next.out + r * padded;
+    for (int d = 0; d < head_dim; d += kWidth) {
+      Store(out + d, Fma(Load(out + d), Set(keep), Mul(Load(more + d), Set(take))));
+    }
+  }
+}
+
+void Finish(const State& state, int row, int head_dim, float sink) {
+  float* out = state.out + row * PaddedDim(head_dim);
+  const float peak = state.peak[row];
+  float factor = 0.0f;  // also where no key is seen
+  if (peak != -kInfinity) {
+    const float top = peak > sink ? peak : sink;
+    const float rescale = Exp(peak - top);
+    factor = rescale / (state.sum[row] * rescale + Exp(sink - top));
+  }
+  for (int d = 0; d < head_dim; d += kWidth) Store(out + d, Mul(Load(out + d), Set(factor)));
+}
+
+constexpr Kernels MakeKernels(const char* name) { return {name, Widen, Narrow, AttendTile, Merge, Finish}; }
+
+}  // namespace
+}  // namespace onnx_kv::cpu
