@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 _FICLONE = 0x40049409  # ioctl of Linux: let a file share another one's blocks until either is written
 _CHUNK = 64 << 20  # bytes a call, so that progress can be shown
+_SHORTER = "the source became shorter while it was copied"
 _NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
 
 
@@ -39,9 +40,11 @@ def copy_bytes(source: int, target: int, size: int, on_bytes: Callable[[int], ob
         while position < end:
             copied = _copy_chunk(source, target, position, min(end - position, _CHUNK))
             if copied == 0:
-                raise OSError(errno.EIO, "the source became shorter while it was copied")
+                raise OSError(errno.EIO, _SHORTER)
             position += copied
             on_bytes(copied)
+    if os.fstat(source).st_size < size:  # its lost end looked like a hole
+        raise OSError(errno.EIO, _SHORTER)
 
 
 def _next_data(source: int, position: int, size: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from onnx_kv.errors import ModelDirError
 from onnx_kv.model_dir.external_data import external_tensors
-from onnx_kv.model_dir.source import ModelDir
+from onnx_kv.model_dir.source import ModelDir, root_cause
 
 # Repeated fields that are maps by this key: their order means nothing.
 _KEYS = {
@@ -37,7 +37,10 @@ def check_faithful(model_dir: ModelDir, source: onnx.ModelProto, model: ir.Model
     Raises:
         ModelDirError: something would be lost; names the field.
     """
-    lost = next(_lost(source, _serialize(model, source), "model"), None)
+    try:
+        lost = next(_lost(source, _serialize(model, source), "model"), None)
+    except ir.serde.SerdeError as error:
+        raise ModelDirError(f"{model_dir.model_file} cannot be written again: {root_cause(error)}") from error
     if lost is not None:
         raise ModelDirError(f"{model_dir.model_file} cannot be written again unchanged: {lost} would be lost")
 

@@ -112,7 +112,7 @@ class ModelDir:
         try:
             model = ir.from_proto(proto)
         except Exception as error:
-            raise ModelDirError(f"{self.model_file} is not a valid ONNX model: {error}") from error
+            raise ModelDirError(f"{self.model_file} is not a valid ONNX model: {root_cause(error)}") from error
         ir.external_data.set_base_dir(model.graph, self.model_file.parent)
         return model
 
@@ -123,6 +123,13 @@ class ModelDir:
             ModelDirError: the file is not an ONNX model.
         """
         return self.build_graph(self.read_proto())
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What was found first: onnx_ir wraps an error once for every message around the one at fault."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _read_config(file: Path) -> dict[str, Any] | None:
