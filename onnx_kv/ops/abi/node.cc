@@ -144,6 +144,8 @@ void* Call::GpuStream() const {
 }
 
 void Call::ParallelFor(size_t count, const std::function<void(size_t)>& body) const {
+  if (count == 1) body(0);
+  if (count <= 1) return;
   const auto run = [](void* data, size_t index) { (*static_cast<const std::function<void(size_t)>*>(data))(index); };
   Check(GetApi().KernelContext_ParallelFor(context_, run, count, 0, const_cast<std::function<void(size_t)>*>(&body)));
 }

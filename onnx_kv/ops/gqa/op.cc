@@ -1,9 +1,8 @@
 #include "onnx_kv/ops/gqa/op.h"
 
-#include <memory>
-
 #include "onnx_kv/ops/gqa/contract.h"
 #include "onnx_kv/ops/gqa/cpu/attend.h"
+#include "onnx_kv/ops/gqa/cuda/launch.h"
 #include "onnx_kv/ops/gqa/node.h"
 
 namespace onnx_kv {
@@ -99,15 +98,22 @@ void RunCpu(const GqaNode& node, const ort::Call& call) {
               [&](size_t count, const std::function<void(size_t)>& body) { call.ParallelFor(count, body); });
 }
 
-constexpr const char* kCpuProvider = "CPUExecutionProvider";
+void RunCuda(const GqaNode& node, const ort::Call& call) {
+  cuda::LaunchGqa(CheckCall(node, call), static_cast<CUstream>(call.GpuStream()));
+}
+
+constexpr const char* kCpu = "CPUExecutionProvider";
+constexpr const char* kCuda = "CUDAExecutionProvider";
 
 }  // namespace
 
 std::span<const ort::CustomOp* const> GqaOps() {
-  static const GqaOp cpu_float32(kCpuProvider, DType::kFloat32, RunCpu);
-  static const GqaOp cpu_float16(kCpuProvider, DType::kFloat16, RunCpu);
-  static const GqaOp cpu_bfloat16(kCpuProvider, DType::kBFloat16, RunCpu);
-  static const ort::CustomOp* const ops[] = {&cpu_float32, &cpu_float16, &cpu_bfloat16};
+  static const GqaOp kernels[] = {
+      {kCpu, DType::kFloat32, RunCpu},   {kCpu, DType::kFloat16, RunCpu},   {kCpu, DType::kBFloat16, RunCpu},
+      {kCuda, DType::kFloat32, RunCuda}, {kCuda, DType::kFloat16, RunCuda}, {kCuda, DType::kBFloat16, RunCuda},
+  };
+  static const ort::CustomOp* const ops[] = {&kernels[0], &kernels[1], &kernels[2],
+                                             &kernels[3], &kernels[4], &kernels[5]};
   return ops;
 }
 

@@ -73,19 +73,14 @@ void Append(const GqaParams& params, const std::vector<Lengths>& lengths, const 
   const size_t tasks_per_row = (params.q_len + kTokensPerTask - 1) / kTokensPerTask;
   const size_t tasks = lengths.size() * tasks_per_row;
   std::vector<float> scratch(tasks * 2 * params.head_dim);
-  const auto append = [&](size_t task) {
+  parallel_for(tasks, [&](size_t task) {
     const auto b = static_cast<int32_t>(task / tasks_per_row);
     const auto begin = static_cast<int32_t>(task % tasks_per_row) * kTokensPerTask;
     float* head = scratch.data() + task * 2 * params.head_dim;
     for (int32_t s = begin; s < begin + kTokensPerTask && s < lengths[b].fresh; ++s) {
       AppendToken(params, kernels, b, s, lengths[b].past(), head, head + params.head_dim);
     }
-  };
-  if (tasks == 1) {
-    append(0);
-  } else {
-    parallel_for(tasks, append);
-  }
+  });
 }
 
 }  // namespace onnx_kv::cpu

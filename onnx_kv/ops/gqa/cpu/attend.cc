@@ -101,11 +101,7 @@ void Attention::Run(const ParallelFor& parallel_for) {
       Lane lane(base + index * lane_floats, p_.head_dim);
       for (size_t i = taken++; i < count; i = taken++) work(count - 1 - i, lane);
     };
-    if (std::min(lanes, count) == 1) {
-      run(0);
-    } else {
-      parallel_for(std::min(lanes, count), run);
-    }
+    parallel_for(std::min(lanes, count), run);
   };
   in_lanes(plan_.units.size(), [&](size_t i, Lane& lane) { RunUnit(plan_.units[i], lane); });
   if (plan_.partials == 0) return;
