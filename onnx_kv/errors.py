@@ -18,7 +18,7 @@ class PatchRefusedError(OnnxKvError):
 
     def __init__(self, pass_name: str, reasons: Iterable[str]) -> None:
         """Say which pass was refused, with its reasons in lines of their own."""
-        self.reasons = tuple(reasons)
+        self.reasons = tuple(dict.fromkeys(reasons))
         super().__init__("\n  ".join((f"{pass_name} does not fit this model:", *self.reasons)))
 
 

@@ -161,8 +161,8 @@ def _undo(graph: ir.Graph, head: _Head, gather: ir.Node) -> None:
     head.product.replace_input_with(0, hidden)
     graph.remove(gather, safe=True)
     drop_unused(graph, [index])
-    if hidden is not None and hidden.shape is not None:
-        _declare_positions(head.outputs, hidden.shape[1])
+    shape = None if hidden is None else hidden.shape
+    _declare_positions(head.outputs, ir.SymbolicDim(None) if shape is None else shape[1])
 
 
 def _declare_positions(values: Sequence[ir.Value], positions: int | ir.SymbolicDim) -> None:

@@ -140,7 +140,8 @@ def _other_readers(
         for slot, value in reads(model, call):
             as_length = is_gqa(call.node) and slot in (SEQLENS_K, TOTAL_SEQUENCE_LENGTH)
             if value in on_the_way and call.node not in chain and not as_length:
-                yield f"node {call.name!r} ({call.node.op_type}) reads {value.name!r}, which comes of {mask.name!r}"
+                origin = "" if value is mask else f", which comes of {mask.name!r}"
+                yield f"node {call.name!r} ({call.node.op_type}) reads {value.name!r}{origin}"
     for value in model.graph.outputs:
         if value in on_the_way:
             yield f"{value.name!r}, which comes of {mask.name!r}, is an output of the model"

@@ -114,7 +114,7 @@ def initializer(model: onnx.ModelProto, name: str) -> TensorProto:
 def move_out(item: TensorProto, location: str, offset: int | None = None, length: int | None = None) -> bytes:
     """Make a tensor external and return the bytes that it had."""
     data = numpy_helper.to_array(item).tobytes()
-    for field in ("raw_data", "float_data"):
+    for field in ("raw_data", "float_data", "int32_data", "int64_data"):
         item.ClearField(field)
     item.data_location = TensorProto.EXTERNAL
     del item.external_data[:]
