@@ -72,8 +72,7 @@ class LastTokenLogits(GraphPass):
             return Plan((), ("the LM head reads the last position only",), lambda: None)
         if problems:
             raise PatchRefusedError(self.name, problems)
-        width = head.outputs[-1].shape
-        note = f"{self.logits!r} is [batch, 1, {width[-1] if width is not None else 'vocabulary'}] for every prompt"
+        note = f"{self.logits!r} is [batch, 1, vocabulary] for every prompt"
         change = f"only the last position reaches {head.product.op_type} {head.product.name!r}"
         return Plan((change,), (note,), partial(_apply, model.graph, head))
 
@@ -93,6 +92,8 @@ def _find_head(graph: ir.Graph, logits: str) -> tuple[_Head | None, list[str]]:
     value = next((output for output in graph.outputs if output.name == logits), None)
     if value is None:
         return None, [f"it has no output {logits!r}"]
+    if value.shape is None or value.shape.rank() != 3:
+        return None, [f"output {logits!r} is not declared as [batch, sequence, vocabulary]"]
     outputs = [value]
     while (node := value.producer()) is not None:
         data = [item for item in node.inputs if item is not None and not is_constant(item)]
@@ -118,14 +119,12 @@ def _treats_positions_alike(node: ir.Node) -> bool:
 
 def _other_readers(outputs: Sequence[ir.Value]) -> Iterator[str]:
     """Yield what else reads the values from the logits (first) back to the head."""
-    for index, value in enumerate(outputs):
-        expected = 0 if index == 0 else 1
-        if len(value.uses()) > expected:
-            makers = {outputs[index - 1].producer()} if index else set()
-            for node in value.consumers():
-                if node not in makers:
-                    yield f"node {node.name!r} ({node.op_type}) reads {value.name!r}, the logits of all positions"
-        if index and value.is_graph_output():
+    on_the_way = {value.producer() for value in outputs}
+    for value in outputs:
+        for node in value.consumers():
+            if node not in on_the_way:
+                yield f"node {node.name!r} ({node.op_type}) reads {value.name!r}, the logits of all positions"
+        if value is not outputs[0] and value.is_graph_output():
             yield f"{value.name!r}, the logits of all positions, is an output of the model"
 
 

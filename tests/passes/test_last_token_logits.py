@@ -204,9 +204,14 @@ def flat_hidden(model: onnx.ModelProto) -> None:
     del hidden.type.tensor_type.shape.dim[1]
 
 
+def flat_logits(model: onnx.ModelProto) -> None:
+    del model.graph.output[0].type.tensor_type.shape.dim[1]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (flat_logits, "output 'logits' is not declared as [batch, sequence, vocabulary]"),
         (second_reader, "node 'softmax' (Softmax) reads 'logits', the logits of all positions"),
         (second_reader_on_the_way, "node 'argmax' (ArgMax) reads 'product'"),
         (product_is_an_output, "'product', the logits of all positions, is an output of the model"),
