@@ -63,6 +63,12 @@ class PitchedCopy(ctypes.Structure):
     )
 
 
+class Move(ctypes.Structure):
+    """`nbytes` from address `source` to address `destination`, which may overlap, as in memmove."""
+
+    _fields_ = (("source", _U64), ("destination", _U64), ("nbytes", _U64))
+
+
 _device_count = function("onnx_kv_cuda_device_count", _P32)
 _device_info = function("onnx_kv_cuda_device_info", _I32, ctypes.POINTER(_DeviceInfo))
 _memory_info = function("onnx_kv_cuda_memory_info", _I32, _P64, _P64)
@@ -74,6 +80,7 @@ _stream_query = function("onnx_kv_cuda_stream_query", _I32, _U64, _P32)
 _stream_wait_event = function("onnx_kv_cuda_stream_wait_event", _I32, _U64, _U64)
 _copy = function("onnx_kv_cuda_copy", _I32, _U64, _U64, _U64, _U64, _I32)
 _copy_pitched = function("onnx_kv_cuda_copy_pitched", _I32, _U64, ctypes.POINTER(PitchedCopy), _U64, _I32)
+_move = function("onnx_kv_cuda_move", _I32, _U64, ctypes.POINTER(Move), _U64)
 _fill = function("onnx_kv_cuda_fill", _I32, _U64, _U64, ctypes.c_uint8, _U64)
 _event_create = function("onnx_kv_cuda_event_create", _I32, _P64)
 _event_destroy = function("onnx_kv_cuda_event_destroy", _I32, _U64)
@@ -224,6 +231,10 @@ class Stream(_Owned):
         """Queue copies of strided blocks, in order."""
         array = (PitchedCopy * len(copies))(*copies)
         _copy_pitched(self.device, self.handle, array, len(copies), kind)
+
+    def move(self, moves: ctypes.Array[Move]) -> None:
+        """Queue moves within device memory, in order. Waits for the stream if one of them overlaps itself."""
+        _move(self.device, self.handle, moves, len(moves))
 
     def fill(self, destination: int, byte: int, nbytes: int) -> None:
         """Queue setting `nbytes` bytes to one value."""

@@ -60,3 +60,7 @@ class ModelOutputError(OnnxKvError):
 
 class ParityError(OnnxKvError):
     """A comparison could not be made: a configuration does not run, or the runs were no different ones."""
+
+
+class CacheFileError(OnnxKvError):
+    """A saved cache cannot be loaded: damaged, or of another model or shape. The cache is as it was."""

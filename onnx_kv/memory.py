@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from onnx_kv._native import function
-from onnx_kv.cuda import device_ordinal
+from onnx_kv.cuda import Move, PitchedCopy, device_ordinal
 from onnx_kv.errors import ConfigError, OutOfMemoryError
 
 _U64, _Handle = ctypes.c_uint64, ctypes.c_void_p
@@ -61,6 +61,8 @@ _commit = function("onnx_kv_memory_commit", _Handle, ctypes.POINTER(_Span), _U64
 _decommit = function("onnx_kv_memory_decommit", _Handle, ctypes.POINTER(_Span), _U64, _P64, _P64)
 _share = function("onnx_kv_memory_share", _Handle, ctypes.POINTER(_Span), ctypes.POINTER(_Span), _U64)
 _shared = function("onnx_kv_memory_shared", _Handle, ctypes.POINTER(_Span), _P64)
+host_move = function("onnx_kv_host_move", ctypes.POINTER(Move), _U64)
+host_copy_pitched = function("onnx_kv_host_copy_pitched", ctypes.POINTER(PitchedCopy), _U64)
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_memory_share(void* pool, const OnnxKvSpan* s
 // How many windows touched by the span map a granule that is mapped elsewhere too.
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_memory_shared(void* pool, const OnnxKvSpan* span, uint64_t* granules);
 
-ONNX_KV_EXPORT void onnx_kv_host_move(const OnnxKvMove* moves, uint64_t count);
-ONNX_KV_EXPORT void onnx_kv_host_copy_pitched(const OnnxKvPitchedCopy* copies, uint64_t count);
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_host_move(const OnnxKvMove* moves, uint64_t count);
+ONNX_KV_EXPORT OnnxKvStatus onnx_kv_host_copy_pitched(const OnnxKvPitchedCopy* copies, uint64_t count);
 
 // ---- Kernels, compiled at run time (ops/cuda/compiler.h) and the operator on the GPU (ops/gqa/cuda) ----
 

@@ -53,6 +53,9 @@ class Backend {
     DoSetAccess(address, bytes);
   }
 
+  // Waits for all work that may touch this memory.
+  virtual void Quiesce() {}
+
   // For tests: lets `calls` more calls through and fails the one after them. Negative: never.
   void FailAfter(int64_t calls) { calls_left_ = calls; }
 

@@ -34,6 +34,11 @@ uint64_t GranuleOf(const cuda::Device& device, uint64_t wanted) {
 CudaBackend::CudaBackend(const cuda::Device& device, uint64_t granule)
     : Backend(GranuleOf(device, granule)), device_(device) {}
 
+void CudaBackend::Quiesce() {
+  UseDevice use(device_);
+  CU_CHECK(cuCtxSynchronize);
+}
+
 uint64_t CudaBackend::DoReserve(uint64_t bytes) {
   UseDevice use(device_);
   CUdeviceptr address = 0;

@@ -12,6 +12,8 @@ class CudaBackend final : public Backend {
   // device without virtual memory management.
   CudaBackend(const cuda::Device& device, uint64_t granule);
 
+  void Quiesce() override;
+
  private:
   uint64_t DoReserve(uint64_t bytes) override;
   void DoFree(uint64_t address, uint64_t bytes) override;

@@ -310,6 +310,11 @@ uint64_t Pool::Reserve(uint64_t bytes) {
 uint64_t Pool::Free(Reservation& reservation) noexcept {
   std::lock_guard lock(mutex_);
   uint64_t freed = 0;
+  try {
+    if (!reservation.windows.empty()) backend_->Quiesce();  // a reservation may be dropped with its last reference, by no one who has waited
+  } catch (const Error&) {
+    // Work that failed touches nothing any more.
+  }
   for (const auto& [window, granule] : reservation.windows) {
     try {
       backend_->Unmap(reservation.address + window * backend_->granule());

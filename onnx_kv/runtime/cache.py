@@ -1,0 +1,353 @@
+"""The growing KV cache of one model: room for rows of any length up to a maximum, made as they grow.
+
+A cache is one or more reservations laid out as `geometry.py` says. `ensure(lengths)` makes room for that many tokens of
+each row and returns a `GrowthEvent` when the longest row outgrew its bucket; between growths it maps the memory of the
+next one piece by piece, so that no single step pays for it. Whatever the layout, the bindings have the shape
+`[batch, kv_heads, capacity, head_dim]`.
+
+What every consumer needs works in every layout, and speaks BNSH numpy arrays (`[batch, kv_heads, tokens, head_dim]`):
+`read`, `write` (seed a prefix), `rewind`, `reset`, `trim`, and saving to a file in `cache_file.py`. Bytes that no token
+was written to are never read.
+
+An operation that fails (a refused budget, a failed driver call) changes nothing: the rows are as they were.
+One thread at a time uses a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from onnx_kv.cuda import Stream
+from onnx_kv.errors import CapacityError, ConfigError, NativeError, UnsupportedError
+from onnx_kv.geometry import CacheGeometry, GrowthPolicy, default_policy, next_bucket
+from onnx_kv.layout import KvLayout, LayerShape, Side, strides
+from onnx_kv.memory import MemoryBudget, MemoryPool
+from onnx_kv.runtime.backing import Backing
+from onnx_kv.runtime.commit_ahead import CommitAhead
+from onnx_kv.runtime.growth import Moved, make_growth
+from onnx_kv.runtime.row_access import RowAccess
+from onnx_kv.runtime.transfer import transfer_for
+
+DTYPES: dict[str, npt.DTypeLike] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+"""Element types of a cache, as graphs name them."""
+
+
+class Binding(NamedTuple):
+    """One (layer, side) buffer as a session is bound to it; `shape` is [batch, kv_heads, capacity, head_dim]."""
+
+    address: int
+    shape: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class GrowthEvent:
+    """The longest row outgrew its bucket.
+
+    `bytes_moved` counts the live bytes of memory that was re-strided or reallocated; `bytes_copied` those of them that
+    had to be copied, since a growth in place leaves each reservation's first stripe where it is.
+    """
+
+    old_capacity: int
+    new_capacity: int
+    bytes_moved: int
+    bytes_copied: int
+    before: tuple[Binding, ...]
+    after: tuple[Binding, ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether every binding is the same, so that a captured graph stays valid."""
+        return self.before == self.after
+
+
+@dataclass
+class CacheCounters:
+    """What growth has done since the cache was made."""
+
+    growth_events: int = 0
+    growth_keeps: int = 0
+    bytes_moved: int = 0
+    bytes_copied: int = 0
+
+
+class KvCache:
+    """See the module.
+
+    Args:
+        layers: what each layer stores, in the order of the graph's inputs.
+        layout: where it lies.
+        dtype: `float32`, `float16` or `bfloat16`.
+        batch: rows.
+        max_length: most tokens a row will ever have.
+        policy: how room is made; None for the layout's default.
+        min_bucket: tokens of the smallest bucket.
+        commit_ahead: how far beyond the live prefix memory may be committed, in tokens. 0: none, and a fixed stride
+            commits token by token.
+        device: `cpu`, `cuda` or `cuda:N`.
+        stream: on CUDA, the stream that all work on the cache is queued on.
+        pool: where granules come from; None for the device's shared pool.
+        budget: what memory is charged to; None for no limit.
+
+    Raises:
+        OutOfMemoryError: there is no memory or address space for the smallest cache.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        layout: KvLayout,
+        dtype: str,
+        batch: int,
+        max_length: int,
+        *,
+        policy: GrowthPolicy | None = None,
+        min_bucket: int = 256,
+        commit_ahead: int = 256,
+        device: str = "cpu",
+        stream: Stream | None = None,
+        pool: MemoryPool | None = None,
+        budget: MemoryBudget | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"a cache of {dtype} is not supported; use one of: {', '.join(DTYPES)}")
+        if min(max_length, min_bucket) < 1 or commit_ahead < 0:
+            raise ConfigError("a cache needs max_length and min_bucket of at least 1 and commit_ahead of at least 0")
+        self.dtype = np.dtype(DTYPES[dtype])
+        self.geometry = CacheGeometry(layout, tuple(layers), self.dtype.itemsize, batch)
+        self.device = device
+        self.max_length = max_length
+        self.policy = policy or default_policy(layout)
+        self.decline_reason: str | None = None
+        """Why the cache grows by copying although its policy says otherwise; None where it does not."""
+        self.counters = CacheCounters()
+        self._transfer = transfer_for(device, stream)
+        self._rows = RowAccess(self.geometry, self.dtype, self._transfer)
+        self._min_bucket = min_bucket
+        sizes = {"max_length": max_length, "min_bucket": min_bucket, "step": max(1, commit_ahead)}
+        memory = self._memory(pool)
+        self._growth = make_growth(self.policy, self.geometry, self._transfer, memory, budget, **sizes)
+        self._ahead = CommitAhead(self._growth, self.backing, commit_ahead) if self.backing is not None else None
+        self._lengths = [0] * batch
+        self._bucket = next_bucket(0, min_bucket, max_length)
+        self._bindings = self._bind()
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return self.geometry.batch
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return tuple(self._lengths)
+
+    @property
+    def capacity(self) -> int:
+        """Axis 2 of the bindings."""
+        return self._growth.capacity
+
+    @property
+    def physical_bytes(self) -> int:
+        """Bytes of memory behind the cache: whole granules where they are mapped."""
+        return self._growth.physical_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of address range held; equal to `physical_bytes` for plain memory."""
+        return self._growth.reserved_bytes
+
+    @property
+    def backing(self) -> Backing | None:
+        """The reservations with their counters; None for plain memory."""
+        return self._growth.backing
+
+    def bindings(self, row: int | None = None) -> tuple[Binding, ...]:
+        """Where each layer's key and value lie, in this order; `row` asks for one row's part, as a batch of one."""
+        return self._bindings if row is None else self._bind(row)
+
+    def signature(self) -> tuple[Binding, ...]:
+        """What a captured graph has baked in: it stays valid while this is the same."""
+        return self._bindings
+
+    def ensure(self, lengths: Sequence[int]) -> GrowthEvent | None:
+        """Make room for `lengths[b]` tokens of each row; a row is never made shorter.
+
+        Raises:
+            CapacityError: a row would be longer than `max_length`.
+            OutOfMemoryError, DriverError: the memory cannot be had. The rows are as they were.
+        """
+        wanted = self._checked(lengths)
+        event = self._make_room(wanted)
+        self._lengths = wanted
+        return event
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first `lengths[b]` tokens of each row. Memory stays.
+
+        Raises:
+            CapacityError: a row does not have that many tokens.
+        """
+        if len(lengths) != self.batch or any(
+            not 0 <= new <= old for new, old in zip(lengths, self._lengths, strict=True)
+        ):
+            raise CapacityError(f"rows of {self._lengths} tokens cannot be rewound to {list(lengths)}")
+        self._lengths = list(lengths)
+
+    def reset(self) -> None:
+        """Forget all tokens. Memory stays."""
+        self.rewind([0] * self.batch)
+
+    def trim(self) -> int:
+        """Give back the memory that the present tokens do not need; return how many bytes that were.
+
+        Buckets shrink, so bindings may change. The device gets back what its pool has idle.
+        """
+        before = self.physical_bytes
+        self._transfer.synchronize()
+        try:
+            self._growth.trim(self._lengths)
+        finally:
+            self._bindings = self._bind()
+        self._bucket = next_bucket(max(self._lengths), self._min_bucket, self.max_length)
+        if self.backing is not None and self._ahead is not None:
+            self._ahead.restart()
+            self.backing.pool.trim()
+        return before - self.physical_bytes
+
+    def read(self, layer: int, side: Side) -> npt.NDArray[Any]:
+        """Copy a binding to the host, as BNSH with as many tokens as the longest row; shorter rows end in zeros."""
+        heads, dim = self.geometry.layers[layer].kv_heads, self.geometry.layers[layer].head_dim
+        result = np.zeros((self.batch, heads, max(self._lengths), dim), self.dtype)
+        for row, length in enumerate(self._lengths):
+            result[row, :, :length] = self.read_row(layer, side, row)
+        return result
+
+    def read_row(self, layer: int, side: Side, row: int) -> npt.NDArray[Any]:
+        """Copy one row of a binding to the host: `[kv_heads, tokens, head_dim]`."""
+        return self._rows.read(self._growth, layer, side, row, self._lengths[row])
+
+    def write(self, values: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], lengths: Sequence[int]) -> None:
+        """Replace all rows by the given keys and values: `lengths[b]` tokens of each BNSH array.
+
+        Args:
+            values: key and value of each layer, `[batch, kv_heads, tokens, head_dim]` in the cache's dtype.
+            lengths: tokens of each row, at most those of the arrays.
+
+        Raises:
+            ConfigError: the arrays do not fit the cache; nothing changed.
+        """
+        if len(values) != len(self.geometry.layers):
+            raise ConfigError(f"{len(values)} layers given for a cache of {len(self.geometry.layers)}")
+        for layer, (shape, pair) in enumerate(zip(self.geometry.layers, values, strict=True)):
+            for side, array in zip(Side, pair, strict=True):
+                expected = (self.batch, shape.kv_heads, max(lengths), shape.head_dim)
+                fits = array.ndim == 4 and array.shape[:2] == expected[:2] and array.shape[3] == expected[3]
+                if not fits or array.shape[2] < expected[2] or array.dtype != self.dtype:
+                    raise ConfigError(
+                        f"{side.name.lower()} of layer {layer} is {array.dtype}{list(array.shape)}; the cache needs "
+                        f"{self.dtype}{list(expected)} with that many tokens or more"
+                    )
+        self.replace(lengths, lambda layer, side, row: values[layer][side][row, :, : lengths[row]])
+
+    def replace(self, lengths: Sequence[int], source: Callable[[int, Side, int], npt.NDArray[Any]]) -> None:
+        """Replace all rows by what `source(layer, side, row)` returns: `[kv_heads, lengths[row], head_dim]`.
+
+        Raises:
+            CapacityError, OutOfMemoryError, DriverError: there is no room; the rows are as they were. A driver error
+                while the new values are written leaves the cache empty.
+        """
+        wanted = self._checked(lengths, grow_only=False)
+        self._make_room([max(pair) for pair in zip(wanted, self._lengths, strict=True)])
+        self._lengths = [0] * self.batch
+        for layer in range(len(self.geometry.layers)):
+            for side in Side:
+                for row, length in enumerate(wanted):
+                    if length:
+                        self._rows.write(self._growth, layer, side, row, source(layer, side, row))
+        self._lengths = wanted
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back memory and addresses, and the pool's idle memory to the device; a second call does nothing."""
+        self._transfer.synchronize()
+        self._growth.close()
+        if self.backing is not None:
+            self.backing.pool.trim()
+
+    def _memory(self, pool: MemoryPool | None) -> MemoryPool | str:
+        """Where the cache's memory comes from: a pool, or the device's plain memory."""
+        if self.policy is GrowthPolicy.REALLOC:
+            return self.device
+        try:
+            return pool or MemoryPool.shared(self.device)
+        except UnsupportedError as error:
+            self.decline_reason = str(error)
+            return self.device
+
+    def _checked(self, lengths: Sequence[int], *, grow_only: bool = True) -> list[int]:
+        if len(lengths) != self.batch or min(lengths) < 0:
+            raise ConfigError(f"lengths {list(lengths)} are not those of a cache of {self.batch} rows")
+        if max(lengths) > self.max_length:
+            raise CapacityError(
+                f"{max(lengths)} tokens do not fit: the cache was made for at most {self.max_length} a sequence"
+            )
+        return [max(pair) for pair in zip(lengths, self._lengths, strict=True)] if grow_only else list(lengths)
+
+    def _make_room(self, wanted: Sequence[int]) -> GrowthEvent | None:
+        longest, bucket, before = max(wanted), self._bucket, self._bindings
+        moved = Moved(0, 0)
+        if not self._growth.covers(wanted):
+            moved = self._grow(wanted)
+        elif self._ahead is not None:
+            self._ahead.step(wanted)
+        if longest <= bucket:
+            return None
+        self._bucket = next_bucket(longest, self._min_bucket, self.max_length)
+        if not any(self._lengths):
+            return None  # the bucket that holds the prompt is no growth
+        event = GrowthEvent(bucket, self._bucket, moved.nbytes, moved.copied, before, self._bindings)
+        self.counters.growth_events += 1
+        self.counters.growth_keeps += event.kept
+        self.counters.bytes_moved += event.bytes_moved
+        self.counters.bytes_copied += event.bytes_copied
+        return event
+
+    def _grow(self, wanted: Sequence[int]) -> Moved:
+        try:
+            moved = self._growth.grow(self._lengths, wanted)
+        except NativeError as error:
+            raise type(error)(
+                f"the cache cannot grow from {max(self._lengths)} to {max(wanted)} tokens (batch {self.batch}, "
+                f"{self.physical_bytes:,} bytes held): {error}"
+            ) from error
+        self._bindings = self._bind()
+        return moved
+
+    def _bind(self, row: int | None = None) -> tuple[Binding, ...]:
+        geometry, capacity, addresses = self.geometry, self.capacity, self._growth.addresses
+        rows, bindings = geometry.batch if row is None else 1, []
+        for layer, shape in enumerate(geometry.layers):
+            skipped = strides(geometry.layout, geometry.layers, layer, capacity).batch * (row or 0)
+            for side in Side:
+                reservation, offset = geometry.binding(layer, side)
+                address = addresses[reservation] + offset + skipped * self.dtype.itemsize
+                bindings.append(Binding(address, (rows, shape.kv_heads, capacity, shape.head_dim)))
+        return tuple(bindings)

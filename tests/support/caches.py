@@ -1,0 +1,87 @@
+"""Caches on the host, written to as a kernel would by arithmetic of the tests' own, and a shadow to compare with."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_kv.geometry import CacheGeometry
+from onnx_kv.layout import KvLayout, LayerShape, Side
+from onnx_kv.runtime.cache import Binding, KvCache
+
+
+def binding_view(cache: KvCache, layer: int, side: Side, binding: Binding) -> npt.NDArray[Any]:
+    """A host binding as a strided BNSH array of unsigned integers; only committed parts of it may be touched.
+
+    Strides follow from the layouts' physical axes, spelled out here.
+    """
+    shapes, size = cache.geometry.layers, cache.dtype.itemsize
+    _, heads, capacity, dim = binding.shape
+    width = {
+        KvLayout.SEQ_MAJOR: heads * dim,
+        KvLayout.PAIRED: 2 * heads * dim,
+        KvLayout.TOKEN_MAJOR: sum(2 * shape.kv_heads * shape.head_dim for shape in shapes),
+    }.get(cache.geometry.layout)
+    strides = (heads * capacity * dim, capacity * dim, dim, 1) if width is None else (capacity * width, dim, width, 1)
+    span = 1 + sum((extent - 1) * stride for extent, stride in zip(binding.shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * (span * size)).from_address(binding.address)
+    raw = np.frombuffer(memoryview(memory), np.dtype(f"u{size}"))
+    return np.lib.stride_tricks.as_strided(raw, binding.shape, [stride * size for stride in strides])
+
+
+class Shadow:
+    """A cache beside a copy of what it should hold: `values[layer][side][row]` is `[heads, tokens, dim]`."""
+
+    def __init__(self, cache: KvCache, seed: int) -> None:
+        self.cache = cache
+        self.rng = np.random.default_rng(seed)
+        self.unsigned = np.dtype(f"u{cache.dtype.itemsize}")
+        self.values = [
+            [[np.zeros((shape.kv_heads, 0, shape.head_dim), self.unsigned) for _ in range(cache.batch)] for _ in Side]
+            for shape in cache.geometry.layers
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.shape[1] for row in self.values[0][0]]
+
+    def append(self, lengths: Sequence[int]) -> None:
+        """Grow the cache to `lengths`, and write the new tokens as a kernel does."""
+        self.cache.ensure(lengths)
+        self.write_new(lengths)
+
+    def write_new(self, lengths: Sequence[int]) -> None:
+        bindings = iter(self.cache.bindings())
+        for layer, shape in enumerate(self.cache.geometry.layers):
+            for side in Side:
+                view = binding_view(self.cache, layer, side, next(bindings))
+                for row, length in enumerate(lengths):
+                    old = self.values[layer][side][row]
+                    size = (shape.kv_heads, max(0, length - old.shape[1]), shape.head_dim)
+                    new = self.rng.integers(0, 0x7C00, size, self.unsigned)  # finite in fp16
+                    view[row, :, old.shape[1] : old.shape[1] + new.shape[1]] = new
+                    self.values[layer][side][row] = np.concatenate([old, new], axis=1)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        self.cache.rewind(lengths)
+        for layer in self.values:
+            for side in layer:
+                side[:] = [row[:, :length] for row, length in zip(side, lengths, strict=True)]
+
+    def check(self) -> None:
+        """Assert that the cache holds exactly what it should."""
+        assert list(self.cache.lengths) == self.lengths
+        for layer in range(len(self.cache.geometry.layers)):
+            for side in Side:
+                for row in range(self.cache.batch):
+                    found = self.cache.read_row(layer, side, row).view(self.unsigned)
+                    np.testing.assert_array_equal(found, self.values[layer][side][row])
+
+
+def qwen05b(layout: KvLayout, batch: int = 1) -> CacheGeometry:
+    """The cache of a 24-layer model with two KV heads of 64, in fp16."""
+    return CacheGeometry(layout, (LayerShape(2, 64),) * 24, 2, batch)
