@@ -47,7 +47,7 @@ def test_random_steps_against_a_shadow(layout: KvLayout, policy: GrowthPolicy) -
         elif action == "trim":
             before = shadow.cache.physical_bytes
             assert shadow.cache.trim() == before - shadow.cache.physical_bytes
-        if step % 8 == 0 or action in ("trim", "chunk"):
+        if step % 16 == 0 or action in ("trim", "chunk"):
             shadow.check()
     shadow.check()
 
@@ -136,7 +136,7 @@ def test_a_refused_budget_at_any_boundary_leaves_the_rows_usable(layout: KvLayou
     free = MemoryBudget(1 << 40)
     sizes = set()
     with make(layout, policy, budget=free) as probe:
-        for length in range(1, 101):
+        for length in range(1, 41):
             probe.ensure([length, length // 2])
             sizes.add(free.held)
     refusals = 0
@@ -146,7 +146,7 @@ def test_a_refused_budget_at_any_boundary_leaves_the_rows_usable(layout: KvLayou
             shadow = Shadow(make(layout, policy, budget=budget), seed=limit)
         except OutOfMemoryError:
             continue  # the smallest plain buffer is refused
-        for length in range(1, 101):
+        for length in range(1, 41):
             held, signature = shadow.cache.physical_bytes, shadow.cache.signature()
             try:
                 shadow.append([length, length // 2])
