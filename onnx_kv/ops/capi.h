@@ -167,9 +167,10 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_compile_cached(const char* key, const c
                                                         uint64_t* size);
 
 // The specialisations, one a line, that a GroupQueryAttention node needs on a device whose blocks may have `shared_bytes`
-// of shared memory. `dtype` is params.h's; `group` is the query heads a KV head.
+// of shared memory and whose compute capability begins with `major`. `dtype` is params.h's; `group` is the query heads a
+// KV head.
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_gqa_kernels(int32_t dtype, int32_t head_dim, int32_t group, int32_t shared_bytes,
-                                                char* keys, uint64_t capacity);
+                                                int32_t major, char* keys, uint64_t capacity);
 
 // Enqueues one call of the operator. `params` is ops/gqa/params.h's GqaParams.
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_gqa(int32_t device, void* stream, const void* params);

@@ -74,6 +74,90 @@ __device__ __forceinline__ float SumOverLanes(float value, int first_offset) {
   return value;
 }
 
+// Where a launch may begin before the kernel ahead of it in the stream has ended: waits until that one's memory is seen.
+__device__ __forceinline__ void WaitForPreviousKernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Waits for all blocks of the cluster (of this block, where it is alone); shared memory that they wrote is seen after.
+template <int kSize>
+__device__ __forceinline__ void SyncCluster() {
+  if constexpr (kSize == 1) {
+    __syncthreads();
+  } else {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+  }
+}
+
+// Where `member` of the cluster has what this block has at `address`.
+template <int kSize>
+__device__ __forceinline__ uint32_t ClusterAddress(const void* address, int member) {
+  const uint32_t own = SharedAddress(address);
+  if constexpr (kSize == 1) return own;
+  uint32_t result = own;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(own), "r"(member));
+#endif
+  return result;
+}
+
+#if __CUDA_ARCH__ >= 900
+#define SHARED_OF_CLUSTER "shared::cluster"
+#else
+#define SHARED_OF_CLUSTER "shared"
+#endif
+
+__device__ __forceinline__ float4 LoadCluster(uint32_t address) {
+  float4 v;
+  asm volatile("ld." SHARED_OF_CLUSTER ".v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float2 LoadCluster2(uint32_t address) {
+  float2 v;
+  asm volatile("ld." SHARED_OF_CLUSTER ".v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+#if __CUDA_ARCH__ >= 900
+// Barriers in shared memory that count arrivals and the bytes of bulk copies.
+__device__ __forceinline__ void InitBarrier(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void FenceBarrierInit() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives, and lets the barrier's phase end only after `bytes` more have been copied.
+__device__ __forceinline__ void ExpectBytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void AwaitBarrier(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+// Copies `bytes` (a multiple of 16) from global to shared memory by the copy engine.
+__device__ __forceinline__ void CopyBulk(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+#endif
+
 #if DTYPE != 0
 // Four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8 and gets, of each matrix,
 // elements 2*(lane % 4) and the next of row lane / 4 (of column lane / 4, where transposed).

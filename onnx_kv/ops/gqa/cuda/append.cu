@@ -13,6 +13,7 @@ constexpr int kRowChunks = HEAD_DIM / kChunkElements;
 
 // grid (q_len * kv_heads / kWarps, batch): a warp normalises, rotates and appends one head's K, and copies its V.
 extern "C" __global__ void __launch_bounds__(kThreads) gqa_append(const __grid_constant__ onnx_kv::GqaParams p) {
+  WaitForPreviousKernel();
   const int lane = threadIdx.x % 32, row = blockIdx.y;
   const int item = blockIdx.x * kWarps + threadIdx.x / 32;
   const int index = item / p.kv_heads, kv_head = item % p.kv_heads;
@@ -34,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gqa_append(const __grid_c
 
 // grid (any, kv_heads, batch): copies the live prefix of a row's head from past to present.
 extern "C" __global__ void __launch_bounds__(kThreads) gqa_copy_prefix(const __grid_constant__ onnx_kv::GqaParams p) {
+  WaitForPreviousKernel();
   const int kv_head = blockIdx.y, row = blockIdx.z;
   const int past = ReadLengths(p, row).past;
   const Element* const sources[2] = {CacheRow(const_cast<void*>(p.past_key), p.past, row, kv_head),

@@ -2,37 +2,35 @@
 //
 // A block serves one row, one KV head (all query heads of its group: K and V are read once) and one split of the row's
 // tokens. Its warps take tiles of kTile tokens in turn, each through its own ring of asynchronous copies, and merge at the
-// end; blocks merge through `workspace`: whichever takes a row's last ticket adds up the others' results in the order of
+// end; blocks of a cluster merge through each other's shared memory, clusters through `workspace`, always in the order of
 // the splits. Tokens beyond the live prefix are never addressed; the new token comes from shared memory.
 //
-// Specialised by DTYPE, HEAD_DIM, HEAD_TILES (blocks of 8 query heads), WARPS, STAGES, TILE.
+// Specialised by DTYPE, HEAD_DIM, HEAD_TILES (blocks of 8 query heads), WARPS, STAGES, TILE, BULK, CLUSTER.
 
 #include "onnx_kv/ops/gqa/cuda/decode_plan.h"
+#include "onnx_kv/ops/gqa/cuda/decode_stream.cuh"
 #include "onnx_kv/ops/gqa/cuda/decode_tile.cuh"
 #include "onnx_kv/ops/gqa/cuda/head_vector.cuh"
 #include "onnx_kv/ops/gqa/cuda/softmax.cuh"
 
 namespace {
 
-using onnx_kv::kMostSplits;
-
 constexpr int kHeads = 8 * HEAD_TILES;  // query heads of a block, padding included
 constexpr int kThreads = 32 * WARPS;
 constexpr int kUnit = WARPS * TILE;
-constexpr int kSideBytes = TILE * kRowPitch;
-constexpr int kStageBytes = 2 * kSideBytes;
-constexpr int kRingBytes = STAGES * kStageBytes;  // a warp's
+constexpr int kTokenBytes = 2 * HEAD_DIM * sizeof(Element);
 constexpr int kOutputPitch = kSteps * 16 + 4;     // floats of a head's row while warps merge: lanes hit different banks
-constexpr int kPartialFloats = HEAD_DIM + 4;      // a head's result of one split: output, maximum, sum, padding
+constexpr int kPartialFloats = HEAD_DIM + 4;      // a head's result: output, maximum, sum, padding
 
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM >= 32 && HEAD_DIM <= 256 && TILE % 16 == 0);
 
 struct Shared {
   alignas(16) unsigned char queries[kHeads * kRowPitch];
   alignas(16) unsigned char fresh[2 * kRowPitch];  // the new token's K and V
+  alignas(16) float result[kHeads][kPartialFloats];  // of the block's split
   float maximum[WARPS][kHeads];
   float sum[WARPS][kHeads];
-  float weight[kMostSplits][kHeads];
+  uint64_t barriers[WARPS][STAGES];
   bool last;
 };
 
@@ -99,46 +97,6 @@ __device__ __forceinline__ void PrepareToken(const onnx_kv::GqaParams& p, const 
     }
   }
 }
-
-// One warp's way through its tiles.
-struct Stream {
-  const Element* keys;  // the row's first token
-  const Element* values;
-  int64_t stride;
-  int cached;  // tokens that may be read
-  uint32_t ring;
-  int lane;
-
-  // Starts the copies of the tile that begins at `token`.
-  __device__ __forceinline__ void Fetch(int token, int stage) const {
-    const uint32_t target = ring + stage * kStageBytes;
-    const int64_t base = token * stride;
-#pragma unroll
-    for (int i = 0; i < (TILE * kRowChunks + 31) / 32; ++i) {
-      const int index = i * 32 + lane, row = index / kRowChunks, chunk = index % kRowChunks;
-      if ((TILE * kRowChunks % 32 != 0 && row >= TILE) || token + row >= cached) continue;
-      const int64_t offset = base + row * stride + chunk * kChunkElements;
-      const uint32_t place = target + row * kRowPitch + chunk * 16;
-      CopyAsync(place, keys + offset);
-      CopyAsync(place + kSideBytes, values + offset);
-    }
-  }
-
-  // Rows of a fetched tile that are not in the cache: the new token, then nothing (zeros, which the mask ignores).
-  __device__ __forceinline__ void Complete(int token, int stage, const Shared& shared) const {
-    const uint32_t target = ring + stage * kStageBytes;
-    for (int index = lane; index < TILE * kRowChunks; index += 32) {
-      const int row = index / kRowChunks, chunk = index % kRowChunks;
-      if (token + row < cached) continue;
-      const bool fresh = token + row == cached;
-      const uint4 zero{};
-      const uint32_t place = target + row * kRowPitch + chunk * 16;
-      StoreShared(place, fresh ? *reinterpret_cast<const uint4*>(shared.fresh + chunk * 16) : zero);
-      StoreShared(place + kSideBytes, fresh ? *reinterpret_cast<const uint4*>(shared.fresh + kRowPitch + chunk * 16) : zero);
-    }
-    __syncwarp();
-  }
-};
 
 // Softmax state of up to 8 heads; element e of `output` belongs to head column 2c + e % 2.
 struct HeadState {
@@ -273,9 +231,8 @@ __device__ __forceinline__ void AddScaled(float (&sum)[4], float4 values, float 
   sum[3] = fmaf(values.w, factor, sum[3]);
 }
 
-// Merges the warps. With one split this is the output; otherwise the result goes to `partial`, [kHeads][kPartialFloats].
-__device__ __forceinline__ void MergeWarps(const onnx_kv::GqaParams& p, const Place& place, const Shared& shared,
-                                           const float* merge, bool only_split, float* partial) {
+// Merges the warps' states into the block's result.
+__device__ __forceinline__ void MergeWarps(const Place& place, Shared& shared, const float* merge) {
   for (int item = threadIdx.x; item < place.heads * (HEAD_DIM / 4); item += kThreads) {
     const int head = item / (HEAD_DIM / 4), element = item % (HEAD_DIM / 4) * 4;
     const Merged merged(shared, head);
@@ -285,101 +242,134 @@ __device__ __forceinline__ void MergeWarps(const onnx_kv::GqaParams& p, const Pl
       AddScaled(values, *reinterpret_cast<const float4*>(merge + (warp * kHeads + head) * kOutputPitch + element),
                 merged.factor[warp]);
     }
-    if (only_split) {
-      const float factor = OutputFactor(p, place.first_head + head, merged.maximum, merged.sum);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] *= factor;
-      StoreOutput(p, place, head, element, values);
-      continue;
-    }
-    float* target = partial + head * kPartialFloats;
-    *reinterpret_cast<float4*>(target + element) = float4{values[0], values[1], values[2], values[3]};
-    if (element == 0) *reinterpret_cast<float2*>(target + HEAD_DIM) = float2{merged.maximum, merged.sum};
+    *reinterpret_cast<float4*>(&shared.result[head][element]) = float4{values[0], values[1], values[2], values[3]};
+    if (element == 0) *reinterpret_cast<float2*>(&shared.result[head][HEAD_DIM]) = float2{merged.maximum, merged.sum};
   }
 }
 
-// Merges the splits' results, in their order, into the output.
-__device__ __forceinline__ void MergeSplits(const onnx_kv::GqaParams& p, const Place& place, Shared& shared,
-                                            const float* partials, int splits) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int head = warp; head < place.heads; head += WARPS) {
-    float2 stats[kMostSplits / 32];  // maximum, sum
-    float maximum = MinusInfinity();
+// Four elements of one head's output, merged from several results in a fixed order.
+struct Merging {
+  float values[4] = {};
+  float maximum = MinusInfinity();
+  float sum = 0;
+
+  __device__ __forceinline__ void Add(float4 part, float2 stats) {
+    const float highest = fmaxf(maximum, stats.x), base = FiniteBase(highest);
+    const float old = Exp2(maximum - base), own = Exp2(stats.x - base);
+    maximum = highest;
+    sum = sum * old + stats.y * own;
 #pragma unroll
-    for (int i = 0; i < kMostSplits / 32; ++i) {
-      const int split = lane + 32 * i;
-      stats[i] = {MinusInfinity(), 0};
-      if (split < splits) stats[i] = LoadFresh2(partials + (split * kHeads + head) * kPartialFloats + HEAD_DIM);
-      maximum = fmaxf(maximum, stats[i].x);
-    }
-    maximum = MaxOverLanes(maximum, 1);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kMostSplits / 32; ++i) {
-      stats[i].x = Exp2(stats[i].x - FiniteBase(maximum));
-      sum += stats[i].x * stats[i].y;
-    }
-    const float factor = OutputFactor(p, place.first_head + head, maximum, SumOverLanes(sum, 1));
-#pragma unroll
-    for (int i = 0; i < kMostSplits / 32; ++i) {
-      if (lane + 32 * i < splits) shared.weight[lane + 32 * i][head] = stats[i].x * factor;
-    }
+    for (int i = 0; i < 4; ++i) values[i] *= old;
+    AddScaled(values, part, own);
   }
-  __syncthreads();
-  for (int item = threadIdx.x; item < place.heads * (HEAD_DIM / 4); item += kThreads) {
-    const int head = item / (HEAD_DIM / 4), element = item % (HEAD_DIM / 4) * 4;
-    float values[4] = {};
-#pragma unroll 8
-    for (int split = 0; split < splits; ++split) {
-      AddScaled(values, LoadFresh(partials + (split * kHeads + head) * kPartialFloats + element), shared.weight[split][head]);
-    }
-    StoreOutput(p, place, head, element, values);
+};
+
+// Merges the results of the cluster's first `members` blocks.
+__device__ __forceinline__ Merging MergeCluster(const Shared& shared, int head, int element, int members) {
+  float4 part[CLUSTER];
+  float2 stats[CLUSTER];
+#pragma unroll
+  for (int i = 0; i < CLUSTER; ++i) {
+    const int member = min(i, members - 1);
+    part[i] = LoadCluster(ClusterAddress<CLUSTER>(&shared.result[head][element], member));
+    stats[i] = LoadCluster2(ClusterAddress<CLUSTER>(&shared.result[head][HEAD_DIM], member));
   }
+  Merging merging;
+#pragma unroll
+  for (int i = 0; i < CLUSTER; ++i) {
+    if (i < members) merging.Add(part[i], stats[i]);
+  }
+  return merging;
 }
 
-}  // namespace
+// Where clusters leave an item: values and statistics, [cluster][item].
+struct Exchange {
+  float* base;
+  int items;
 
-// grid (splits of the longest row, KV heads x blocks of query heads, batch). `workspace` is
-// [place][gridDim.x][kHeads][kPartialFloats]; `tickets` is [place], zero before and after.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    gqa_decode(const __grid_constant__ onnx_kv::GqaParams p, float* workspace, uint32_t* tickets, int most_splits) {
-  extern __shared__ __align__(16) unsigned char work[];
-  __shared__ Shared shared;
-  const Place place(p);
-  const RowLengths lengths = ReadLengths(p, place.row);
-  const int window_start = p.window > 0 ? max(0, lengths.total - p.window) : 0;
-  const onnx_kv::Splits splits = onnx_kv::SplitsOf(lengths.total - window_start, most_splits, kUnit);
-  const int split = blockIdx.x;
-  if (lengths.fresh == 0) {
-    if (split == 0) {
-      const float zeros[4] = {};
-      for (int i = threadIdx.x * 4; i < place.heads * HEAD_DIM; i += kThreads * 4) {
-        StoreOutput(p, place, i / HEAD_DIM, i % HEAD_DIM, zeros);
+  __device__ __forceinline__ float* At(int cluster, int item) const { return base + (static_cast<int64_t>(cluster) * items + item) * 8; }
+
+  __device__ __forceinline__ void Store(int cluster, int item, const Merging& m) const {
+    float* at = At(cluster, item);
+    *reinterpret_cast<float4*>(at) = float4{m.values[0], m.values[1], m.values[2], m.values[3]};
+    *reinterpret_cast<float2*>(at + 4) = float2{m.maximum, m.sum};
+  }
+
+  __device__ __forceinline__ Merging Merge(int item, int clusters) const {
+    constexpr int kBatch = 8;  // clusters whose loads are under way together
+    Merging merging;
+    for (int first = 0; first < clusters; first += kBatch) {
+      float4 part[kBatch];
+      float2 stats[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float* at = At(min(first + i, clusters - 1), item);
+        part[i] = LoadFresh(at);
+        stats[i] = LoadFresh2(at + 4);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i < clusters) merging.Add(part[i], stats[i]);
       }
     }
-    return;
+    return merging;
   }
-  if (split >= splits.count) return;
+};
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+__device__ __forceinline__ void Finish(const onnx_kv::GqaParams& p, const Place& place, int item, Merging& merging) {
+  const int head = item / (HEAD_DIM / 4);
+  const float factor = OutputFactor(p, place.first_head + head, merging.maximum, merging.sum);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) merging.values[i] *= factor;
+  StoreOutput(p, place, head, item % (HEAD_DIM / 4) * 4, merging.values);
+}
+
+// Merges the splits into the output. Every block of a cluster merges a share of the items over the cluster; where a row has
+// several clusters, the last block to take a ticket of its share merges it over the clusters.
+__device__ __forceinline__ void MergeSplits(const onnx_kv::GqaParams& p, const Place& place, Shared& shared, int splits,
+                                            float* workspace, uint32_t* tickets) {
+  const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
+  const int clusters = (splits + CLUSTER - 1) / CLUSTER, members = min(CLUSTER, splits - cluster * CLUSTER);
+  const int items = place.heads * (HEAD_DIM / 4);
+  const Exchange exchange = {workspace + static_cast<int64_t>(place.index) * (gridDim.x / CLUSTER) * kHeads * HEAD_DIM * 2, items};
+  for (int item = rank + threadIdx.x * CLUSTER; item < items; item += kThreads * CLUSTER) {
+    Merging merging = MergeCluster(shared, item / (HEAD_DIM / 4), item % (HEAD_DIM / 4) * 4, members);
+    if (clusters == 1) {
+      Finish(p, place, item, merging);
+    } else {
+      exchange.Store(cluster, item, merging);
+    }
+  }
+  if (clusters == 1) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared.last = TakeTicket(tickets + place.index * CLUSTER + rank, clusters - 1) == static_cast<uint32_t>(clusters - 1);
+  }
+  __syncthreads();
+  if (!shared.last) return;
+  for (int item = rank + threadIdx.x * CLUSTER; item < items; item += kThreads * CLUSTER) {
+    Merging merging = exchange.Merge(item, clusters);
+    Finish(p, place, item, merging);
+  }
+}
+
+// Leaves the result of this block's split in shared memory.
+__device__ __forceinline__ void AttendSplit(const onnx_kv::GqaParams& p, const Place& place, const RowLengths& lengths,
+                                            int window_start, const onnx_kv::Splits& splits, Shared& shared,
+                                            unsigned char* work) {
+  const int split = blockIdx.x, warp = threadIdx.x / 32;
   const int begin = window_start + split * splits.tokens;
   const int end = min(begin + splits.tokens, lengths.total);
-  const Stream stream = {CacheRow(p.present_key, p.present, place.row, place.kv_head),
-                         CacheRow(p.present_value, p.present, place.row, place.kv_head),
-                         p.present.seq,
-                         lengths.past,
-                         SharedAddress(work) + warp * kRingBytes,
-                         lane};
   if constexpr (HEAD_DIM % 16 != 0) {
     Zero(work, WARPS * kRingBytes);
     __syncthreads();
   }
+  Stream stream(CacheRow(p.present_key, p.present, place.row, place.kv_head),
+                CacheRow(p.present_value, p.present, place.row, place.kv_head), p.present.seq, lengths.past,
+                SharedAddress(work) + warp * kRingBytes, SharedAddress(shared.barriers[warp]));
   int next = begin + warp * TILE;  // the tile to fetch next
 #pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage, next += kUnit) {
-    if (next < end) stream.Fetch(next, stage);
-    CommitCopies();
-  }
+  for (int stage = 0; stage < STAGES - 1; ++stage, next += kUnit) stream.Fetch(next, end, stage);
   if (place.heads < kHeads || HEAD_DIM % 16 != 0) {
     Zero(shared.queries, sizeof shared.queries);
     __syncthreads();
@@ -391,12 +381,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   HeadState heads[HEAD_TILES];
   int stage = 0, free = STAGES - 1;
   for (int token = begin + warp * TILE; token < end; token += kUnit, next += kUnit) {
-    WaitCopies<STAGES - 2>();
-    __syncwarp();
-    if (next < end) stream.Fetch(next, free);
-    CommitCopies();
-    if (token + TILE > lengths.past) stream.Complete(token, stage, shared);
-    AttendTile(p, place, scale, token, lengths.total, stream.ring + stage * kStageBytes, SharedAddress(shared.queries), heads);
+    stream.Await(stage);
+    stream.Fetch(next, end, free);
+    if (token + TILE > lengths.past) stream.Complete(token, stage, shared.fresh);
+    AttendTile(p, place, scale, token, lengths.total, stream.Tile(stage), SharedAddress(shared.queries), heads);
     free = stage;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
@@ -405,13 +393,35 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float* merge = reinterpret_cast<float*>(work);
   Publish(heads, shared, merge);
   __syncthreads();
-  float* partials = workspace + static_cast<int64_t>(place.index) * gridDim.x * kHeads * kPartialFloats;
-  MergeWarps(p, place, shared, merge, splits.count == 1, partials + split * kHeads * kPartialFloats);
-  if (splits.count == 1) return;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    shared.last = TakeTicket(tickets + place.index, splits.count - 1) == static_cast<uint32_t>(splits.count - 1);
+  MergeWarps(place, shared, merge);
+}
+
+}  // namespace
+
+// grid (splits of the longest row, KV heads x blocks of query heads, batch), in clusters of CLUSTER splits. `workspace` is
+// [place][clusters][items][8]; `tickets` is [place][CLUSTER], zero before and after.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    gqa_decode(const __grid_constant__ onnx_kv::GqaParams p, float* workspace, uint32_t* tickets, int most_splits) {
+  extern __shared__ __align__(16) unsigned char work[];
+  __shared__ Shared shared;
+  WaitForPreviousKernel();
+  const Place place(p);
+  const RowLengths lengths = ReadLengths(p, place.row);
+  const int window_start = p.window > 0 ? max(0, lengths.total - p.window) : 0;
+  const onnx_kv::Splits splits = onnx_kv::SplitsOf(lengths.total - window_start, kTokenBytes, kUnit, most_splits);
+  const int split = blockIdx.x;
+  if (lengths.fresh == 0) {
+    if (split == 0) {
+      const float zeros[4] = {};
+      for (int i = threadIdx.x * 4; i < place.heads * HEAD_DIM; i += kThreads * 4) {
+        StoreOutput(p, place, i / HEAD_DIM, i % HEAD_DIM, zeros);
+      }
+    }
+    return;
   }
-  __syncthreads();
-  if (shared.last) MergeSplits(p, place, shared, partials, splits.count);
+  if (split / CLUSTER * CLUSTER >= splits.count) return;
+  if (split < splits.count) AttendSplit(p, place, lengths, window_start, splits, shared, work);
+  SyncCluster<CLUSTER>();
+  MergeSplits(p, place, shared, splits.count, workspace, tickets);
+  SyncCluster<CLUSTER>();  // nobody leaves while its result is read
 }

@@ -18,6 +18,8 @@ struct Grid {
   uint32_t x, y, z;
 };
 
+uint64_t DivideUp(int64_t value, int64_t by) { return static_cast<uint64_t>((value + by - 1) / by); }
+
 DeviceLimits LimitsOfCurrent() {
   static std::mutex mutex;
   static std::map<CUdevice, DeviceLimits> known;
@@ -28,42 +30,61 @@ DeviceLimits LimitsOfCurrent() {
   if (fresh) {
     DeviceLimits& limits = entry->second;
     CU_CHECK(cuDeviceGetAttribute, &limits.multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+    CU_CHECK(cuDeviceGetAttribute, &limits.major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
     CU_CHECK(cuDeviceGetAttribute, &limits.shared_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device);
   }
   return entry->second;
 }
 
-void Enqueue(const Kernel& kernel, Grid grid, CUstream stream, void** arguments) {
+// From sm_90 on a kernel's launch overlaps the end of the one before it; each waits for that one's memory itself.
+void Enqueue(const Kernel& kernel, Grid grid, const DeviceLimits& limits, CUstream stream, void** arguments) {
   const CUfunction function = LoadKernel(kernel.specialisation, kernel.entry, kernel.shared_bytes, stream);
-  CU_CHECK(cuLaunchKernel, function, grid.x, grid.y, grid.z, kernel.threads, 1, 1, kernel.shared_bytes, stream, arguments,
-           nullptr);
+  CUlaunchAttribute attributes[2] = {};
+  CUlaunchConfig config = {};
+  config.gridDimX = grid.x;
+  config.gridDimY = grid.y;
+  config.gridDimZ = grid.z;
+  config.blockDimX = kernel.threads;
+  config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = kernel.shared_bytes;
+  config.hStream = stream;
+  config.attrs = attributes;
+  if (limits.major >= 9) {
+    attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[config.numAttrs++].value.programmaticStreamSerializationAllowed = 1;
+  }
+  if (kernel.cluster > 1) {
+    attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attributes[config.numAttrs++].value.clusterDim = {kernel.cluster, 1, 1};
+  }
+  CU_CHECK(cuLaunchKernelEx, &config, function, arguments, nullptr);
 }
 
 void LaunchDecode(GqaParams params, const NodeShape& shape, const DeviceLimits& limits, CUstream stream) {
   const DecodePlan plan = PlanDecode(shape, limits);
-  const int32_t places = params.kv_heads * ((shape.group + plan.heads - 1) / plan.heads);
+  const auto places = static_cast<int32_t>(params.kv_heads * DivideUp(shape.group, plan.heads));
   int32_t most_splits = std::clamp(limits.multiprocessors / places, 1, kMostSplits);
-  const auto longest = static_cast<uint32_t>((params.present_capacity + plan.unit - 1) / plan.unit);
-  const Grid grid = {std::clamp(longest, 1u, static_cast<uint32_t>(most_splits)), static_cast<uint32_t>(places),
-                     static_cast<uint32_t>(params.batch)};
+  const int32_t longest = (params.present_capacity + plan.unit - 1) / plan.unit;
+  const auto clusters = static_cast<uint32_t>(DivideUp(std::clamp(longest, 1, most_splits), plan.kernel.cluster));
+  const Grid grid = {clusters * plan.kernel.cluster, static_cast<uint32_t>(places), static_cast<uint32_t>(params.batch)};
   const uint64_t rows = static_cast<uint64_t>(places) * params.batch;
-  const uint64_t floats = rows * static_cast<uint64_t>(most_splits) * plan.heads * plan.partial_floats;
-  Workspace workspace = WorkspaceOf(stream, floats, rows);
+  Workspace workspace = WorkspaceOf(stream, rows * DivideUp(most_splits, plan.kernel.cluster) * plan.heads * params.head_dim * 2,
+                                    rows * plan.kernel.cluster);
   void* arguments[] = {&params, &workspace.results, &workspace.tickets, &most_splits};
-  Enqueue(plan.kernel, grid, stream, arguments);
+  Enqueue(plan.kernel, grid, limits, stream, arguments);
 }
 
 void LaunchPrefill(GqaParams params, const NodeShape& shape, const DeviceLimits& limits, CUstream stream) {
   void* arguments[] = {&params};
   const auto batch = static_cast<uint32_t>(params.batch);
   const Kernel append = PlanAppend(shape);
-  const int64_t vectors = static_cast<int64_t>(params.q_len) * params.kv_heads, warps = append.threads / 32;
-  Enqueue(append, {static_cast<uint32_t>((vectors + warps - 1) / warps), batch, 1}, stream, arguments);
+  const int64_t vectors = static_cast<int64_t>(params.q_len) * params.kv_heads;
+  Enqueue(append, {static_cast<uint32_t>(DivideUp(vectors, append.threads / 32)), batch, 1}, limits, stream, arguments);
   const PrefillPlan plan = PlanPrefill(shape, limits);
   const int64_t rows = static_cast<int64_t>(params.q_len) * shape.group;
   Enqueue(plan.attend,
-          {static_cast<uint32_t>(params.kv_heads), static_cast<uint32_t>((rows + plan.rows - 1) / plan.rows), batch},
-          stream, arguments);
+          {static_cast<uint32_t>(params.kv_heads), static_cast<uint32_t>(DivideUp(rows, plan.rows)), batch},
+          limits, stream, arguments);
 }
 
 void LaunchCopyPrefix(GqaParams params, const NodeShape& shape, const DeviceLimits& limits, CUstream stream) {
@@ -71,7 +92,7 @@ void LaunchCopyPrefix(GqaParams params, const NodeShape& shape, const DeviceLimi
   Enqueue(PlanCopyPrefix(shape),
           {static_cast<uint32_t>(limits.multiprocessors), static_cast<uint32_t>(params.kv_heads),
            static_cast<uint32_t>(params.batch)},
-          stream, arguments);
+          limits, stream, arguments);
 }
 
 // Kernels move 16 bytes at a time.

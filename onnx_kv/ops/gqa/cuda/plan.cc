@@ -35,7 +35,10 @@ DecodePlan PlanDecode(const NodeShape& shape, const DeviceLimits& limits) {
   const int32_t head_tiles = shape.group > 8 ? 2 : 1, heads = 8 * head_tiles;
   const int32_t row_pitch = RowPitch(shape);
   const int32_t tile = row_pitch <= 160 ? 32 : 16;  // about 8 KiB of K and V
-  const int32_t own = (heads + 2) * row_pitch + 128 * heads * 4 + 2048;  // the kernel's static shared memory, rounded up
+  const int32_t own = (heads + 2) * row_pitch + heads * (shape.head_dim + 4) * 4 + 2048;  // the kernel's struct Shared
+  const bool hopper = limits.major >= 9;
+  int32_t bulk = hopper;
+  int32_t cluster = hopper ? 8 : 1;
   int32_t warps = 4;
   int32_t stages = 3;
   auto ring_bytes = [&] { return warps * stages * 2 * tile * row_pitch; };
@@ -51,12 +54,11 @@ DecodePlan PlanDecode(const NodeShape& shape, const DeviceLimits& limits) {
   DecodePlan plan;
   plan.kernel = {Specialise("decode.cu", shape,
                             {Define("HEAD_TILES", head_tiles), Define("WARPS", warps), Define("STAGES", stages),
-                             Define("TILE", tile)}),
+                             Define("TILE", tile), Define("BULK", bulk), Define("CLUSTER", cluster)}),
                  "gqa_decode", static_cast<uint32_t>(32 * warps),
-                 static_cast<uint32_t>(std::max(ring_bytes(), merge_bytes))};
+                 static_cast<uint32_t>(std::max(ring_bytes(), merge_bytes)), static_cast<uint32_t>(cluster)};
   plan.heads = heads;
   plan.unit = warps * tile;
-  plan.partial_floats = shape.head_dim + 4;
   return plan;
 }
 
@@ -87,13 +89,13 @@ std::vector<Specialisation> KernelsOf(const NodeShape& shape, const DeviceLimits
 
 }  // namespace onnx_kv::cuda
 
-OnnxKvStatus onnx_kv_gqa_kernels(int32_t dtype, int32_t head_dim, int32_t group, int32_t shared_bytes, char* keys,
-                                 uint64_t capacity) {
+OnnxKvStatus onnx_kv_gqa_kernels(int32_t dtype, int32_t head_dim, int32_t group, int32_t shared_bytes, int32_t major,
+                                 char* keys, uint64_t capacity) {
   using namespace onnx_kv::cuda;
   return onnx_kv::Guard([&] {
     std::string text;
     const NodeShape shape = {static_cast<onnx_kv::DType>(dtype), head_dim, group};
-    for (const Specialisation& kernel : KernelsOf(shape, {132, shared_bytes})) text += kernel.Key() + '\n';
+    for (const Specialisation& kernel : KernelsOf(shape, {132, shared_bytes, major})) text += kernel.Key() + '\n';
     if (text.size() >= capacity) throw onnx_kv::Error(ONNX_KV_INVALID_ARGUMENT, "the buffer for the keys is too small");
     keys[text.copy(keys, capacity - 1)] = '\0';
   });

@@ -16,6 +16,7 @@ struct NodeShape {
 struct DeviceLimits {
   int32_t multiprocessors;
   int32_t shared_bytes;  // that one block may have
+  int32_t major;         // of the compute capability
 };
 
 struct Kernel {
@@ -23,13 +24,13 @@ struct Kernel {
   const char* entry;
   uint32_t threads;
   uint32_t shared_bytes;  // dynamic
+  uint32_t cluster = 1;   // blocks, along x, that share their shared memory
 };
 
 struct DecodePlan {
   Kernel kernel;
-  int32_t heads;           // query heads of a block, padding included
-  int32_t unit;            // tokens that a block takes at a time
-  int32_t partial_floats;  // of one head's result in one split
+  int32_t heads;  // query heads of a block, padding included
+  int32_t unit;   // tokens that a block takes at a time
 };
 
 struct PrefillPlan {

@@ -178,6 +178,7 @@ __device__ __forceinline__ void StoreRows(const onnx_kv::GqaParams& p, const Pla
 // grid (KV heads, q_len * group / ROWS, batch)
 extern "C" __global__ void __launch_bounds__(kThreads) gqa_prefill(const __grid_constant__ onnx_kv::GqaParams p) {
   extern __shared__ __align__(16) unsigned char work[];  // queries, then two stages of K and V
+  WaitForPreviousKernel();
   const Place place(p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool any = place.Token(0) < place.lengths.fresh;
