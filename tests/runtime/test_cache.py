@@ -135,7 +135,7 @@ def test_bindings_keep_bnsh_shapes_and_only_a_fixed_stride_keeps_the_signature(
 def test_a_refused_budget_at_any_boundary_leaves_the_rows_usable(layout: KvLayout, policy: GrowthPolicy) -> None:
     free = MemoryBudget(1 << 40)
     sizes = set()
-    with make(layout, policy, budget=free) as probe:
+    with make(layout, policy, budget=free, commit_ahead=0) as probe:
         for length in range(1, 41):
             probe.ensure([length, length // 2])
             sizes.add(free.held)
@@ -143,7 +143,7 @@ def test_a_refused_budget_at_any_boundary_leaves_the_rows_usable(layout: KvLayou
     for limit in sorted(sizes):
         budget = MemoryBudget(limit, setting="--budget")
         try:
-            shadow = Shadow(make(layout, policy, budget=budget), seed=limit)
+            shadow = Shadow(make(layout, policy, budget=budget, commit_ahead=0), seed=limit)
         except OutOfMemoryError:
             continue  # the smallest plain buffer is refused
         for length in range(1, 41):
@@ -164,7 +164,7 @@ def test_a_refused_budget_at_any_boundary_leaves_the_rows_usable(layout: KvLayou
                 break
         shadow.cache.close()
         assert budget.held == 0
-    assert refusals >= len(sizes) - 3
+    assert refusals >= len(sizes) - 1  # with the largest, only a growth by copying is refused
 
 
 @pytest.mark.parametrize(("layout", "policy"), MAPPED)

@@ -34,20 +34,17 @@ def binding_view(cache: KvCache, layer: int, side: Side, binding: Binding) -> np
 
 
 class Shadow:
-    """A cache beside a copy of what it should hold: `values[layer][side][row]` is `[heads, tokens, dim]`."""
+    """A cache beside a copy of what it should hold: `values[layer][side]` is BNSH, its first `lengths` tokens live."""
 
     def __init__(self, cache: KvCache, seed: int) -> None:
         self.cache = cache
         self.rng = np.random.default_rng(seed)
         self.unsigned = np.dtype(f"u{cache.dtype.itemsize}")
+        self.lengths = [0] * cache.batch
         self.values = [
-            [[np.zeros((shape.kv_heads, 0, shape.head_dim), self.unsigned) for _ in range(cache.batch)] for _ in Side]
+            [np.zeros((cache.batch, shape.kv_heads, cache.max_length, shape.head_dim), self.unsigned) for _ in Side]
             for shape in cache.geometry.layers
         ]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.shape[1] for row in self.values[0][0]]
 
     def append(self, lengths: Sequence[int]) -> None:
         """Grow the cache to `lengths`, and write the new tokens as a kernel does."""
@@ -56,30 +53,27 @@ class Shadow:
 
     def write_new(self, lengths: Sequence[int]) -> None:
         bindings = iter(self.cache.bindings())
-        for layer, shape in enumerate(self.cache.geometry.layers):
-            for side in Side:
+        for layer, sides in enumerate(self.values):
+            for side, values in zip(Side, sides, strict=True):
                 view = binding_view(self.cache, layer, side, next(bindings))
-                for row, length in enumerate(lengths):
-                    old = self.values[layer][side][row]
-                    size = (shape.kv_heads, max(0, length - old.shape[1]), shape.head_dim)
-                    new = self.rng.integers(0, 0x7C00, size, self.unsigned)  # finite in fp16
-                    view[row, :, old.shape[1] : old.shape[1] + new.shape[1]] = new
-                    self.values[layer][side][row] = np.concatenate([old, new], axis=1)
+                for row, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
+                    part = values[row, :, old:new]
+                    part[:] = self.rng.integers(0, 0x7C00, part.shape, self.unsigned)  # finite in fp16
+                    view[row, :, old:new] = part
+        self.lengths = [max(pair) for pair in zip(self.lengths, lengths, strict=True)]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.cache.rewind(lengths)
-        for layer in self.values:
-            for side in layer:
-                side[:] = [row[:, :length] for row, length in zip(side, lengths, strict=True)]
+        self.lengths = list(lengths)
 
     def check(self) -> None:
         """Assert that the cache holds exactly what it should."""
         assert list(self.cache.lengths) == self.lengths
-        for layer in range(len(self.cache.geometry.layers)):
-            for side in Side:
-                for row in range(self.cache.batch):
+        for layer, sides in enumerate(self.values):
+            for side, values in zip(Side, sides, strict=True):
+                for row, length in enumerate(self.lengths):
                     found = self.cache.read_row(layer, side, row).view(self.unsigned)
-                    np.testing.assert_array_equal(found, self.values[layer][side][row])
+                    np.testing.assert_array_equal(found, values[row, :, :length])
 
 
 def qwen05b(layout: KvLayout, batch: int = 1) -> CacheGeometry:
