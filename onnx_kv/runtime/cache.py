@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +33,7 @@ from onnx_kv.runtime.backing import Backing
 from onnx_kv.runtime.commit_ahead import CommitAhead
 from onnx_kv.runtime.growth import Moved, make_growth
 from onnx_kv.runtime.row_access import RowAccess
+from onnx_kv.runtime.session import Binding
 from onnx_kv.runtime.transfer import transfer_for
 
 DTYPES: dict[str, npt.DTypeLike] = {
@@ -41,13 +42,6 @@ DTYPES: dict[str, npt.DTypeLike] = {
     "bfloat16": ml_dtypes.bfloat16,
 }
 """Element types of a cache, as graphs name them."""
-
-
-class Binding(NamedTuple):
-    """One (layer, side) buffer as a session is bound to it; `shape` is [batch, kv_heads, capacity, head_dim]."""
-
-    address: int
-    shape: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)

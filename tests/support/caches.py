@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from onnx_kv.geometry import CacheGeometry
 from onnx_kv.layout import KvLayout, LayerShape, Side
-from onnx_kv.runtime.cache import Binding, KvCache
+from onnx_kv.runtime.cache import KvCache
+from onnx_kv.runtime.session import Binding
 
 
 def binding_view(cache: KvCache, layer: int, side: Side, binding: Binding) -> npt.NDArray[Any]:
