@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,6 +289,7 @@ def captured(stream: cuda.Stream, calls: Callable[[], None], warm: int = 2) -> c
         calls()
     capture.graph.launch(stream)
     stream.synchronize()
+    weakref.finalize(capture.graph, lambda _: None, calls)  # their scratch memory belongs to the graph as well
     return capture.graph
 
 
