@@ -31,11 +31,14 @@ def command(model_dir: Path, as_json: bool) -> None:
 
 def _show(found: Inspection, console: Console) -> None:
     opsets = ", ".join(f"{domain or 'onnx'} {version}" for domain, version in found.opsets.items())
-    layout = found.layout.cli_name if found.layout is not None else "none in common"
+    layout = found.layout.cli_name if found.layout is not None else "no common layout"
     console.print(f"[bold]{escape(str(found.model_file))}[/]: IR version {found.ir_version}, opsets {escape(opsets)}")
-    console.print(f"weights: {found.weight_bytes:,} bytes in {len(found.weight_files)} external files")
+    files = ", ".join(file.name for file in found.weight_files) or "no external file"
+    console.print(f"weights: {found.weight_bytes:,} bytes in {escape(files)}")
     if found.attention_problem is not None:
         console.print(f"attention: {escape(found.attention_problem)}")
+    elif not found.layers:
+        console.print("cache: no GroupQueryAttention node has one")
     else:
         console.print(f"cache: {layout}, {len(found.layers)} layers, {found.bytes_per_token:,} bytes a token")
         console.print(_layer_table(found.layers))

@@ -74,6 +74,43 @@ def test_tensors_are_found_wherever_they_are_nested() -> None:
     }  # fmt: skip
 
 
+def test_external_data_in_branches_and_functions_goes_through_a_patch(tmp_path: Path) -> None:
+    def outside(name: str) -> TensorProto:
+        item = tensor(name, 16)
+        move_out(item, f"nested/{name}.bin", 0)
+        return item
+
+    model = tiny_model()
+    inner = helper.make_node("Add", ["branch_weight", "branch_weight"], ["chosen_inner"], "inner")
+    output = helper.make_tensor_value_info("chosen_inner", TensorProto.FLOAT, [16])
+    branch = helper.make_graph([inner], "branch", [], [output], [outside("branch_weight")])
+    constant = helper.make_node("Constant", [], ["z"], "constant", value=outside("function_weight"))
+    model.functions.append(helper.make_function("local", "F", [], ["z"], [constant], model.opset_import[:1]))
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    flag = helper.make_tensor("flag", TensorProto.BOOL, [], [True])
+    model.graph.node.extend(
+        [
+            helper.make_node("Constant", [], ["flag"], value=flag),
+            helper.make_node("If", ["flag"], ["chosen"], "choose", then_branch=branch, else_branch=branch),
+            helper.make_node("F", [], ["called"], "call", domain="local"),
+        ]
+    )
+    directory = write_model_dir(tmp_path / "m", model)
+    (directory / "nested").mkdir()
+    for name in ("branch_weight", "function_weight"):
+        (directory / "nested" / f"{name}.bin").write_bytes(name.encode() * 5)
+    report = patch_model(directory, tmp_path / "out", "seq-major", link=True)
+    before, after = contents(directory), contents(tmp_path / "out")
+    assert [name for name in before if before[name] != after[name]] == ["model.onnx"]
+    assert report.linked_bytes == sum(len(data) for name, data in before.items() if name.endswith((".bin", ".data")))
+    result = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
+    source = onnx.load(directory / "model.onnx", load_external_data=False)
+    assert list(external_tensors(result)) == list(external_tensors(source))
+    (directory / "nested" / "function_weight.bin").unlink()
+    with pytest.raises(ModelDirError, match="tensor 'function_weight'"):
+        patch_model(directory, tmp_path / "other", "seq-major")
+
+
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
