@@ -79,8 +79,9 @@ def test_a_captured_graph_runs_only_when_launched(stream: cuda.Stream) -> None:
 
 def test_an_error_in_a_capture_ends_it_and_leaves_the_stream_usable(stream: cuda.Stream) -> None:
     with cuda.copy_to_device(np.zeros(4, np.uint8), stream) as buffer:
+        closed = _closed_buffer()
         with pytest.raises(ConfigError, match="Buffer is closed"), stream.capture():
-            stream.fill(_closed_buffer().address, 9, 4)
+            stream.fill(closed.address, 9, 4)
         with pytest.raises(DriverError, match="cuStreamSynchronize"), stream.capture():
             stream.synchronize()
         assert cuda.copy_to_host(buffer, np.uint8, (4,), stream).tolist() == [0] * 4

@@ -15,19 +15,20 @@ from onnx_kv.runtime.cache import KvCache
 from onnx_kv.runtime.session import Binding
 
 
-def binding_view(cache: KvCache, layer: int, side: Side, binding: Binding) -> npt.NDArray[Any]:
-    """A host binding as a strided BNSH array of unsigned integers; only committed parts of it may be touched.
-
-    Strides follow from the layouts' physical axes, spelled out here.
-    """
-    shapes, size = cache.geometry.layers, cache.dtype.itemsize
+def element_strides(cache: KvCache, binding: Binding) -> tuple[int, int, int, int]:
+    """A binding's BNSH strides in elements, from the layouts' physical axes, spelled out here."""
     _, heads, capacity, dim = binding.shape
     width = {
         KvLayout.SEQ_MAJOR: heads * dim,
         KvLayout.PAIRED: 2 * heads * dim,
-        KvLayout.TOKEN_MAJOR: sum(2 * shape.kv_heads * shape.head_dim for shape in shapes),
+        KvLayout.TOKEN_MAJOR: sum(2 * shape.kv_heads * shape.head_dim for shape in cache.geometry.layers),
     }.get(cache.geometry.layout)
-    strides = (heads * capacity * dim, capacity * dim, dim, 1) if width is None else (capacity * width, dim, width, 1)
+    return (heads * capacity * dim, capacity * dim, dim, 1) if width is None else (capacity * width, dim, width, 1)
+
+
+def binding_view(cache: KvCache, binding: Binding) -> npt.NDArray[Any]:
+    """A host binding as a strided BNSH array of unsigned integers; only committed parts of it may be touched."""
+    strides, size = element_strides(cache, binding), cache.dtype.itemsize
     span = 1 + sum((extent - 1) * stride for extent, stride in zip(binding.shape, strides, strict=True))
     memory = (ctypes.c_uint8 * (span * size)).from_address(binding.address)
     raw = np.frombuffer(memoryview(memory), np.dtype(f"u{size}"))
@@ -54,14 +55,19 @@ class Shadow:
 
     def write_new(self, lengths: Sequence[int]) -> None:
         bindings = iter(self.cache.bindings())
-        for layer, sides in enumerate(self.values):
-            for side, values in zip(Side, sides, strict=True):
-                view = binding_view(self.cache, layer, side, next(bindings))
+        for sides in self.values:
+            for values in sides:
+                binding = next(bindings)
                 for row, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
                     part = values[row, :, old:new]
                     part[:] = self.rng.integers(0, 0x7C00, part.shape, self.unsigned)  # finite in fp16
-                    view[row, :, old:new] = part
+                    if new > old:
+                        self.put(binding, row, old, part)
         self.lengths = [max(pair) for pair in zip(self.lengths, lengths, strict=True)]
+
+    def put(self, binding: Binding, row: int, start: int, part: npt.NDArray[Any]) -> None:
+        """Write `[heads, tokens, dim]` behind the first `start` tokens of a row of a host binding."""
+        binding_view(self.cache, binding)[row, :, start : start + part.shape[1]] = part
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.cache.rewind(lengths)
