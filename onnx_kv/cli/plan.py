@@ -10,35 +10,36 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from onnx_kv.cli._geometry import geometry_options, model_cache
 from onnx_kv.cli._units import byte_count, bytes_text, token_counts
 from onnx_kv.planning.plan import Cost, Plan, make_plan
-from onnx_kv.planning.source import ModelCache, read_model_cache
+from onnx_kv.planning.plot import plot_committed
+from onnx_kv.planning.source import ModelCache
 
 _DEFAULT_CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@geometry_options
 @click.option("--contexts", type=token_counts, help="Tokens a sequence, e.g. 512,8k,32k.  [default: up to the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences.")
-@click.option("--max-length", type=click.IntRange(min=1), help="Tokens reserved a sequence.  [default: context_length]")
 @click.option(
     "--min-bucket", type=click.IntRange(min=1), default=256, show_default=True, help="Smallest bucket, tokens."
 )
 @click.option("--granularity", type=byte_count, default="2MiB", show_default=True, help="Bytes a mapping commits.")
 @click.option("--memory", type=byte_count, help="Find the longest context that fits these bytes, e.g. 16GiB.")
-@click.option("--dtype", help="Element type of the cache.  [default: the graph's; float16 for a bare config]")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw committed bytes over context into this PNG or SVG.")
 def command(
-    model: Path,
+    model: Path | None,
+    geometry: str | None,
+    max_length: int | None,
+    dtype: str | None,
     contexts: tuple[int, ...] | None,
     batch: int,
-    max_length: int | None,
     min_bucket: int,
     granularity: int,
     memory: int | None,
-    dtype: str | None,
     as_json: bool,
     plot: Path | None,
 ) -> None:
@@ -46,7 +47,7 @@ def command(
 
     Committed bytes follow from the model's geometry by arithmetic; nothing is loaded or measured.
     """
-    cache = read_model_cache(model, dtype=dtype, max_length=max_length)
+    cache = model_cache(model, geometry, max_length, dtype)
     plan = make_plan(
         cache,
         contexts=contexts or _fitting(cache),
@@ -56,9 +57,7 @@ def command(
         memory=memory,
     )
     if plot is not None:
-        from onnx_kv.planning.plot import plot_plan  # matplotlib is needed for this alone
-
-        plot_plan(plan, plot)
+        plot_committed(cache, plot, batch=batch, granule=granularity, min_bucket=min_bucket)
     if as_json:
         click.echo(json.dumps(_as_json(plan), indent=2))
     else:

@@ -91,7 +91,7 @@ def make_plan(
             raise CapacityError(f"a context of {context} tokens is not between 1 and the maximum of {model.max_length}")
     asked = Assumptions(batch, granule, min_bucket, tuple(sorted(set(contexts))))
     geometries = {layout: CacheGeometry(layout, model.layers, model.element_size, batch) for layout in KvLayout}
-    costs = tuple(_cost(geometries[layout], policy, model.max_length, asked, memory) for layout, policy in _choices())
+    costs = tuple(_cost(geometries[layout], policy, model.max_length, asked, memory) for layout, policy in choices())
     recommended, reason = _recommend(costs, asked)
     return Plan(
         model=model,
@@ -125,7 +125,7 @@ def moved_bytes(geometry: CacheGeometry, policy: GrowthPolicy, length: int, max_
     )
 
 
-def _choices() -> Iterator[tuple[KvLayout, GrowthPolicy]]:
+def choices() -> Iterator[tuple[KvLayout, GrowthPolicy]]:
     """Each layout's default policy, and head-major's other one: its granule per stripe is what the others avoid."""
     yield KvLayout.HEAD_MAJOR, GrowthPolicy.FIXED_STRIDE
     for layout in KvLayout:

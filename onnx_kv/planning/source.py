@@ -1,7 +1,8 @@
-"""The geometry of a model's cache, read from a model directory or from a bare `genai_config.json`."""
+"""The geometry of a model's cache: read from a model directory or a bare `genai_config.json`, or written by hand."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,9 +62,26 @@ def read_model_cache(path: Path, *, dtype: str | None = None, max_length: int | 
         dtype = dtype or "float16"
         limit = max_length or _context_length(root)
         source = str(path)
+    return _checked(shapes, dtype, limit, source)
+
+
+def cache_of_geometry(geometry: str, *, dtype: str | None, max_length: int) -> ModelCache:
+    """A cache of equal layers, written as layers x KV heads x head size: `48x8x128`; float16 unless told otherwise.
+
+    Raises:
+        ConfigError: the text is no geometry, or the dtype none that a cache can have.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", geometry)
+    layers, kv_heads, head_dim = map(int, match.groups()) if match else (0, 0, 0)
+    if not (1 <= layers <= MAX_LAYERS and 1 <= kv_heads <= _MAX_HEADS and 1 <= head_dim <= _MAX_HEADS):
+        raise ConfigError(f"{geometry!r} is no geometry; write layers x KV heads x head size, for example 48x8x128")
+    return _checked((LayerShape(kv_heads, head_dim),) * layers, dtype or "float16", max_length, geometry)
+
+
+def _checked(shapes: tuple[LayerShape, ...], dtype: str, max_length: int, source: str) -> ModelCache:
     if dtype not in _ELEMENT_SIZES:
         raise ConfigError(f"a cache of {dtype} cannot be planned; use one of: {', '.join(_ELEMENT_SIZES)}")
-    return ModelCache(shapes, dtype, limit, source)
+    return ModelCache(shapes, dtype, max_length, source)
 
 
 def _declared_layers(root: Block) -> tuple[LayerShape, ...]:
