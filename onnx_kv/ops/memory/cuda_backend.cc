@@ -42,7 +42,7 @@ void CudaBackend::Quiesce() {
 uint64_t CudaBackend::DoReserve(uint64_t bytes) {
   UseDevice use(device_);
   CUdeviceptr address = 0;
-  CU_CHECK(cuMemAddressReserve, &address, bytes, granule(), 0, 0);
+  CU_CHECK(cuMemAddressReserve, &address, bytes, 0, 0, 0);
   return address;
 }
 
