@@ -15,6 +15,9 @@ import onnx_ir as ir
 from onnx_kv.errors import ModelDirError
 from onnx_kv.layout import KV_LAYOUT_ATTRIBUTE, TOKEN_OFFSET_ATTRIBUTE, TOKEN_STRIDE_ATTRIBUTE, KvLayout, LayerShape
 
+PASSES_KEY = "onnx_kv.passes"
+"""Key of the model's metadata_props that names the passes applied."""
+
 GQA = ("com.microsoft", "GroupQueryAttention")
 """Domain and type of the operator."""
 
@@ -119,6 +122,11 @@ def reads(model: ir.Model, call: NodeCall) -> Iterator[tuple[int, ir.Value]]:
 def is_gqa(node: ir.Node) -> bool:
     """Whether `node` is ONNX Runtime's GroupQueryAttention."""
     return (node.domain, node.op_type) == GQA
+
+
+def applied_passes(model: ir.Model) -> tuple[str, ...]:
+    """Names of the passes recorded in the model's metadata, sorted."""
+    return tuple(sorted(filter(None, model.metadata_props.get(PASSES_KEY, "").split(","))))
 
 
 def attention_layers(model: ir.Model) -> tuple[CacheLayer, ...]:

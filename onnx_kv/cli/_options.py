@@ -7,19 +7,18 @@ from typing import Any, TypeVar
 
 import click
 
-from onnx_kv.runtime.config import GraphMode, Growth
+from onnx_kv.geometry import GrowthPolicy
+from onnx_kv.runtime.config import GraphMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+GROWTH = click.Choice(["auto", *(policy.value.replace("_", "-") for policy in GrowthPolicy)])
+_GRAPH = click.Choice([mode.value for mode in GraphMode])
 _RUNTIME_OPTIONS = (
     click.option("--device", help="cpu, cuda or cuda:N.  [default: cpu]"),
-    click.option(
-        "--growth", type=click.Choice([x.value for x in Growth]), help="How the cache grows.  [default: auto]"
-    ),
+    click.option("--growth", type=GROWTH, help="How the cache grows.  [default: auto, the layout's own]"),
     click.option("--min-bucket", type=int, metavar="TOKENS", help="Smallest bucket of a cache that grows in buckets."),
-    click.option(
-        "--graph", type=click.Choice([x.value for x in GraphMode]), help="Capture decode steps as a CUDA graph."
-    ),
+    click.option("--graph", type=_GRAPH, help="Capture decode steps as a CUDA graph.  [default: auto]"),
     click.option("--prefill-chunk", type=int, metavar="TOKENS", help="Tokens of a prompt that run at once."),
 )
 

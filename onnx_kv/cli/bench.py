@@ -11,7 +11,7 @@ from rich.table import Table
 
 from onnx_kv.bench.generate import Configuration, bench_generate
 from onnx_kv.bench.result import Result, Row, command_line, environment
-from onnx_kv.runtime.config import Growth
+from onnx_kv.cli._options import GROWTH
 
 
 @click.group()
@@ -25,9 +25,7 @@ def command() -> None:
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(min=16), default=64, show_default=True)
 @click.option("--max-length", type=click.IntRange(min=1), help="Tokens a sequence.  [default: the model's maximum]")
-@click.option(
-    "--growth", type=click.Choice(list(Growth)), multiple=True, default=(Growth.AUTO,), help="May be repeated."
-)
+@click.option("--growth", type=GROWTH, multiple=True, default=("auto",), help="May be repeated.")
 @click.option("--min-bucket", type=click.IntRange(min=1), multiple=True, help="Tokens; may be repeated.")
 @click.option("--graph", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
@@ -44,7 +42,7 @@ def generate(
     prompt_tokens: int,
     new_tokens: int,
     max_length: int | None,
-    growth: tuple[Growth, ...],
+    growth: tuple[str, ...],
     min_bucket: tuple[int, ...],
     graph: str,
     repeats: int,
@@ -57,10 +55,10 @@ def generate(
     for model in models:
         for policy in growth:
             for bucket in min_bucket or (None,):
-                settings: dict[str, str | int] = {"device": device, "growth": str(policy), "graph": graph}
+                settings: dict[str, str | int] = {"device": device, "growth": policy, "graph": graph}
                 settings |= {"max_length": max_length} if max_length else {}
                 settings |= {"min_bucket": bucket} if bucket else {}
-                name = " ".join([model.name, str(policy), *([f"min-bucket {bucket}"] if bucket else [])])
+                name = " ".join([model.name, policy, *([f"min-bucket {bucket}"] if bucket else [])])
                 configurations.append(Configuration(name, model, settings))
     if against:
         if rival_model is None:

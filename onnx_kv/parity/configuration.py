@@ -38,7 +38,7 @@ class Recording:
 
     layout: str
     passes: tuple[str, ...]
-    dtype: str
+    precision: str
     tokens: list[list[int]]
     logits: list[npt.NDArray[Any]]
     stats: dict[str, Any]

@@ -33,7 +33,7 @@ class Verdict:
     @property
     def tolerance(self) -> float:
         """How far logits may be off, as a share of the largest."""
-        return 0.0 if self.exact else TOLERANCE[self.recording.dtype]
+        return 0.0 if self.exact else TOLERANCE[self.recording.precision]
 
     @property
     def same(self) -> bool:

@@ -31,7 +31,7 @@ def run(configuration: Configuration, prompts: list[list[int]], tokens: int, fol
         result = {
             "layout": decoder.model.layout.cli_name,
             "passes": decoder.model.passes,
-            "dtype": decoder.model.layers[0].dtype,
+            "precision": decoder.model.precision,
             "tokens": generated,
             "stats": decoder.stats.as_dict(),
             "failure": failure,

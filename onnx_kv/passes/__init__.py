@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onnx_kv.passes.base import GraphPass, PassOutcome, PassReport, Plan, applied_passes
+from onnx_kv.graph import applied_passes
+from onnx_kv.passes.base import GraphPass, PassOutcome, PassReport, Plan
 from onnx_kv.passes.last_token_logits import LastTokenLogits
 from onnx_kv.passes.lift_sequence_lengths import LiftSequenceLengths
 from onnx_kv.passes.stamp_kv_layout import StampKvLayout

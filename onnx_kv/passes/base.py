@@ -12,8 +12,7 @@ from typing import cast
 
 import onnx_ir as ir
 
-PASSES_KEY = "onnx_kv.passes"
-"""Key of the model's metadata_props that names the passes applied."""
+from onnx_kv.graph import PASSES_KEY, applied_passes
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,6 @@ class GraphPass(ir.passes.InPlacePass):
             model.metadata_props[PASSES_KEY] = ",".join(sorted(names))
         else:
             model.metadata_props.pop(PASSES_KEY, None)
-
-
-def applied_passes(model: ir.Model) -> tuple[str, ...]:
-    """Names of the passes recorded in the model's metadata, sorted."""
-    return tuple(sorted(filter(None, model.metadata_props.get(PASSES_KEY, "").split(","))))
 
 
 def count(number: int, noun: str) -> str:

@@ -30,10 +30,10 @@ from onnx_kv.geometry import CacheGeometry, GrowthPolicy, default_policy, next_b
 from onnx_kv.layout import KvLayout, LayerShape, Side, strides
 from onnx_kv.memory import MemoryBudget, MemoryPool
 from onnx_kv.runtime.backing import Backing
+from onnx_kv.runtime.binding import Binding
 from onnx_kv.runtime.commit_ahead import CommitAhead
 from onnx_kv.runtime.growth import Moved, make_growth
 from onnx_kv.runtime.row_access import RowAccess
-from onnx_kv.runtime.session import Binding
 from onnx_kv.runtime.transfer import transfer_for
 
 DTYPES: dict[str, npt.DTypeLike] = {

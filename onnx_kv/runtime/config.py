@@ -4,10 +4,11 @@
 |-----------------|-------------------------|-----------------------------------------------------------------|
 | `device`        | `ONNX_KV_DEVICE`        | `cpu`, `cuda` or `cuda:N`                                       |
 | `kv_layout`     | `ONNX_KV_LAYOUT`        | the layout that the model must have; `auto`: the one it has     |
-| `growth`        | `ONNX_KV_GROWTH`        | `auto`, `fixed-stride`, `bucket`, `realloc`                     |
+| `growth`        | `ONNX_KV_GROWTH`        | `auto` (the layout's), `fixed-stride`, `bucket`, `realloc`      |
 | `min_bucket`    | `ONNX_KV_MIN_BUCKET`    | tokens of the smallest bucket                                   |
 | `max_length`    | `ONNX_KV_MAX_LENGTH`    | most tokens a row, prompt included; `0`: the model's maximum    |
-| `budget`        | `ONNX_KV_BUDGET`        | bytes of memory that the cache may hold; `0`: no limit          |
+| `budget`        | `ONNX_KV_BUDGET`        | bytes that the cache may hold, `0` for no limit; as an argument |
+|                 |                         | also a `MemoryBudget`, which several decoders may share         |
 | `graph`         | `ONNX_KV_GRAPH`         | `auto` (on where possible), `on` (an error where not), `off`    |
 | `prefill_chunk` | `ONNX_KV_PREFILL_CHUNK` | tokens of a prompt that run at once                             |
 | `commit_ahead`  | `ONNX_KV_COMMIT_AHEAD`  | tokens beyond the live prefix whose memory is committed early   |
@@ -29,19 +30,12 @@ from types import MappingProxyType
 from typing import Any
 
 from onnx_kv.errors import ConfigError
+from onnx_kv.geometry import GrowthPolicy
 from onnx_kv.layout import KvLayout
+from onnx_kv.memory import MemoryBudget
 
 PREFIX = "ONNX_KV_"
 _VARIABLES = {"kv_layout": "ONNX_KV_LAYOUT"}
-
-
-class Growth(enum.StrEnum):
-    """How a cache grows; `AUTO` is bucket for head-major and fixed stride for every other layout."""
-
-    AUTO = "auto"
-    FIXED_STRIDE = "fixed-stride"
-    BUCKET = "bucket"
-    REALLOC = "realloc"
 
 
 class GraphMode(enum.StrEnum):
@@ -77,14 +71,14 @@ class Device:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Settings of one decoder. `kv_layout` is None for `auto`; `max_length` and `budget` are 0 for no own limit."""
+    """Settings of one decoder. `kv_layout` and `growth` are None for `auto`; `max_length` is 0 for the model's own."""
 
     device: Device = Device("cpu", 0)
     kv_layout: KvLayout | None = None
-    growth: Growth = Growth.AUTO
+    growth: GrowthPolicy | None = None
     min_bucket: int = 256
     max_length: int = 0
-    budget: int = 0
+    budget: MemoryBudget | None = None
     graph: GraphMode = GraphMode.AUTO
     prefill_chunk: int = 512
     commit_ahead: int = 256
@@ -148,13 +142,19 @@ def _parse(name: str, value: Any, source: str) -> Any:
             case "kv_layout":
                 return None if value == "auto" else value if isinstance(value, KvLayout) else KvLayout.parse(value)
             case "growth":
-                return Growth(value)
+                return None if value == "auto" else GrowthPolicy(value.replace("-", "_"))
+            case "budget":
+                return value if isinstance(value, MemoryBudget) else _budget(_count(name, value))
             case "graph":
                 return GraphMode(value)
             case _:
                 return _count(name, value)
     except (ValueError, TypeError, ConfigError) as error:
         raise ConfigError(f"{source}: {error}") from error
+
+
+def _budget(limit: int) -> MemoryBudget | None:
+    return MemoryBudget(limit, setting=f"budget or {PREFIX}BUDGET") if limit else None
 
 
 _SMALLEST = {"min_bucket": 1, "prefill_chunk": 1}

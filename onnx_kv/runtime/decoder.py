@@ -13,8 +13,10 @@ from typing import Any, Self
 import numpy.typing as npt
 
 from onnx_kv.errors import CapacityError, ConfigError
+from onnx_kv.geometry import GrowthPolicy
+from onnx_kv.layout import Side
+from onnx_kv.runtime.cache import KvCache
 from onnx_kv.runtime.config import RuntimeConfig
-from onnx_kv.runtime.fixed_cache import KvCache
 from onnx_kv.runtime.host_engine import HostEngine
 from onnx_kv.runtime.model import RuntimeModel
 from onnx_kv.runtime.rows import Engine, FinishReason, Row
@@ -71,7 +73,8 @@ class Decoder:
         self.config = RuntimeConfig.resolve(**settings)
         self.model = RuntimeModel.open(model_dir, self.config.kv_layout)
         self.max_length = _max_length(self.config, self.model)
-        self.stats = Stats()
+        self._stock = stock
+        self._stats = Stats()
         self._session = Session(self.model, self.config.device, stock=stock, threads=self.config.threads)
         self._rows: list[Row] = []
         self._cache: KvCache | None = None
@@ -85,6 +88,11 @@ class Decoder:
             ModelDirError: the directory has no `tokenizer.json`.
         """
         return Tokenizer(self.model.directory.path)
+
+    @property
+    def stats(self) -> Stats:
+        """The counters as they are now; a copy."""
+        return self._stats.snapshot(self._cache)
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -135,12 +143,24 @@ class Decoder:
         for row in self._rows:
             del row.tokens[length:]
             row.cached = min(row.cached, length)
-        if self._cache is not None:
-            self._cache.rewind([row.cached for row in self._rows])
 
     def reset(self) -> None:
-        """Forget every row. The next `append` begins a new batch."""
+        """Forget every row. The next `append` begins a new batch; the cache's memory stays for it."""
         self._rows = []
+
+    def read_cache(self, row: int = 0) -> list[npt.NDArray[Any]]:
+        """Copy a row's keys and values to the host: key, then value, of each layer, `[kv_heads, tokens, head_dim]`.
+
+        They are of the tokens that have been computed: all but the one generated last.
+        """
+        if self._cache is None:
+            return []
+        cached = self._rows[row].cached
+        return [
+            self._cache.read_row(layer, side, row)[:, :cached]
+            for layer in range(len(self.model.layers))
+            for side in Side
+        ]
 
     def generate(self, prompts: Prompts | None = None, **options: Any) -> list[Generation]:
         """Generate until every row has ended; one result a row. Arguments and errors are those of `stream`."""
@@ -197,10 +217,8 @@ class Decoder:
 
     def close(self) -> None:
         """Give back the cache's memory; the decoder begins anew with its next prompt."""
-        self._rows, self._engine = [], None
-        if self._cache is not None:
-            self._cache.close()
-            self._cache = None
+        self._rows = []
+        self._drop_cache()
 
     def __enter__(self) -> Self:
         return self
@@ -235,8 +253,8 @@ class Decoder:
         for chosen in engine.decode(rows, sampling, logits):
             for index, token in chosen.tokens.items():
                 self._accept(rows[index], token, stops)
-            self.stats.generated_tokens += len(chosen.tokens)
-            self.stats.decode_seconds += time.perf_counter() - started
+            self._stats.generated_tokens += len(chosen.tokens)
+            self._stats.decode_seconds += time.perf_counter() - started
             yield Step(tuple(chosen.tokens.get(index) for index in range(len(rows))), chosen.logits)
             if all(row.finish for row in rows):
                 return
@@ -254,33 +272,54 @@ class Decoder:
         """Bring every row into the cache, but for what was there; the engine then has the logits of each row's end."""
         started = time.perf_counter()
         engine, cache = self._fitting_engine()
+        cache.rewind([row.cached for row in self._rows])  # the rows, not the cache, know what has been taken back
         cache.ensure([len(row.tokens) for row in self._rows])
         for index, row in enumerate(self._rows):
             # The logits of the last token are wanted, so it is computed again where the cache has it.
             row.cached = min(row.cached, len(row.tokens) - 1)
-            self.stats.prompt_tokens += len(row.tokens) - row.cached
+            self._stats.prompt_tokens += len(row.tokens) - row.cached
             while row.cached < len(row.tokens):
                 piece = row.tokens[row.cached : row.cached + self.config.prefill_chunk]
                 engine.prefill(index, piece, row.cached)
                 row.cached += len(piece)
-                self.stats.prefill_runs += 1
-        self.stats.prefill_seconds += time.perf_counter() - started
+                self._stats.prefill_runs += 1
+        self._stats.prefill_seconds += time.perf_counter() - started
         return engine
-
-    def _capacity(self) -> int:
-        """Tokens a row that the cache has room for: ONNX Runtime wants a cache at least as long as a layer's window."""
-        return max([self.max_length, *(layer.window or 0 for layer in self.model.layers)])
 
     def _fitting_engine(self) -> tuple[Engine, KvCache]:
         """The engine and cache for as many rows as there are now."""
         if self._cache is not None and self._cache.batch != len(self._rows):
-            self._cache.close()
-            self._cache = self._engine = None
-        if self._cache is None:
-            self._cache = KvCache(self.model.layers, self.model.layout, len(self._rows), self._capacity())
-        if self._engine is None:
-            self._engine = HostEngine(self._session, self._cache, self.stats)
+            self._drop_cache()
+        if self._cache is None or self._engine is None:
+            self._cache = self._make_cache(len(self._rows))
+            self._engine = HostEngine(self._session, self._cache, self._stats)
         return self._engine, self._cache
+
+    def _make_cache(self, batch: int) -> KvCache:
+        config, layers = self.config, self.model.layers
+        most, policy, bucket = self.max_length, config.growth, config.min_bucket
+        if self._stock:
+            # Its kernels promise nothing about memory beyond the live prefix, and want room for a layer's window.
+            most = max(most, *(layer.window or 0 for layer in layers))
+            policy, bucket = GrowthPolicy.REALLOC, most
+        return KvCache(
+            [layer.shape for layer in layers],
+            self.model.layout,
+            layers[0].dtype,
+            batch,
+            most,
+            policy=policy,
+            min_bucket=bucket,
+            commit_ahead=config.commit_ahead,
+            device=str(config.device),
+            budget=config.budget,
+        )
+
+    def _drop_cache(self) -> None:
+        if self._cache is not None:
+            self._stats.absorb(self._cache)
+            self._cache.close()
+        self._cache = self._engine = None
 
 
 def _max_length(config: RuntimeConfig, model: RuntimeModel) -> int:

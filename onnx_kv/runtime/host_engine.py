@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onnx_kv.runtime.cache import KvCache
 from onnx_kv.runtime.feeds import feed
-from onnx_kv.runtime.fixed_cache import KvCache
 from onnx_kv.runtime.rows import Chosen, Row
 from onnx_kv.runtime.sampling import HostSampler, Sampling
 from onnx_kv.runtime.session import Session
@@ -25,6 +25,7 @@ class HostEngine:
         self._ports = session.model.metadata
         self._cache = cache
         self._stats = stats
+        stats.decline_reason = "the CPU has no graphs to capture"
         self._step = session.run()
         self._bound: object = None  # the cache's signature when `_step` was bound
         self._logits = np.empty((cache.batch, 1, 0), session.dtypes[self._ports.logits_output])

@@ -10,13 +10,13 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_kv.errors import ConfigError, ModelDirError
-from onnx_kv.graph import CacheLayer, attention_layers
+from onnx_kv.graph import CacheLayer, applied_passes, attention_layers
 from onnx_kv.layout import KvLayout
 from onnx_kv.metadata import FILE_NAME, Metadata, generate_metadata, load_metadata
 from onnx_kv.model_dir import ModelDir
 from onnx_kv.model_dir.external_data import check_external_data
-from onnx_kv.passes import applied_passes
 
+_INT8_ACCURACY = 4  # of ONNX Runtime's MatMulNBits: activations may be computed with in int8
 GENERATION_FILE = "generation_config.json"
 
 
@@ -24,8 +24,9 @@ GENERATION_FILE = "generation_config.json"
 class RuntimeModel:
     """A decoder that can be run: `layers` are its cached attention layers in the order of the graph's inputs.
 
-    `passes` names what was done to the graph, `vocabulary` is the number of logits (None where neither graph nor config
-    say it), `stop_tokens` are what ends a text.
+    `passes` names what was done to the graph, `precision` the coarsest type that activations are rounded to (the
+    cache's, or `int8`), `vocabulary` is the number of logits (None where neither graph nor config say it),
+    `stop_tokens` are what ends a text.
     """
 
     directory: ModelDir
@@ -33,6 +34,7 @@ class RuntimeModel:
     layers: tuple[CacheLayer, ...]
     layout: KvLayout
     passes: tuple[str, ...]
+    precision: str
     vocabulary: int | None
     stop_tokens: frozenset[int]
 
@@ -55,6 +57,8 @@ class RuntimeModel:
         if len(layouts) > 1:
             named = ", ".join(sorted(found.cli_name for found in layouts))
             raise ModelDirError(f"{directory.model_file} is patched by half: its nodes have the layouts {named}")
+        if len({layer.dtype for layer in layers}) > 1:
+            raise ModelDirError(f"{directory.model_file} has caches of several element types, which is not supported")
         found = layouts.pop()
         if layout is not None and layout is not found:
             raise ConfigError(
@@ -69,9 +73,19 @@ class RuntimeModel:
             layers=layers,
             layout=found,
             passes=applied_passes(graph),
+            precision=_precision(graph, layers),
             vocabulary=_vocabulary(graph, metadata, directory),
             stop_tokens=_stop_tokens(directory),
         )
+
+
+def _precision(graph: ir.Model, layers: tuple[CacheLayer, ...]) -> str:
+    """`int8` where a quantised product may round its activations (`accuracy_level` 4 of MatMulNBits)."""
+    for node in graph.graph.all_nodes():
+        level = node.attributes.get("accuracy_level")
+        if node.op_type == "MatMulNBits" and level is not None and level.as_int() == _INT8_ACCURACY:
+            return "int8"
+    return layers[0].dtype
 
 
 def _vocabulary(graph: ir.Model, metadata: Metadata, directory: ModelDir) -> int | None:

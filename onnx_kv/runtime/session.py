@@ -7,7 +7,6 @@ in every layout. Every other port is bound to an array or an address that the ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from onnx_kv.errors import ModelDirError, NativeError, RuntimeSetupError
 from onnx_kv.ops import library_path
+from onnx_kv.runtime.binding import Binding
 from onnx_kv.runtime.config import Device
 from onnx_kv.runtime.model import RuntimeModel
 from onnx_kv.runtime.ort import require_onnxruntime
@@ -24,14 +24,6 @@ _ELEMENT_TYPES = {"float16": 10, "bfloat16": 16, "float32": 1, "int32": 6, "int6
 
 _CUDA_PROVIDER = "CUDAExecutionProvider"
 _TENSOR_TYPES = {"float": "float32", "double": "float64"}
-
-
-@dataclass(frozen=True)
-class Binding:
-    """One (layer, side) buffer of the cache: its address and its shape [batch, kv_heads, capacity, head_dim]."""
-
-    address: int
-    shape: tuple[int, int, int, int]
 
 
 class Session:

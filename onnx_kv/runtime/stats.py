@@ -9,14 +9,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from onnx_kv.runtime.cache import KvCache
+
 
 @dataclass
 class Stats:
-    """Counters since the decoder was made, or since `Decoder.reset_stats`; memory figures are of now."""
+    """Counters since the decoder was made; figures of memory are of now."""
 
     prompt_tokens: int = 0
     """Tokens that went through prefill, over all rows: prompts, appended turns, recomputed tokens after a rewind."""
@@ -41,7 +44,10 @@ class Stats:
     the same boundaries, so that policies can be compared; the bucket that holds the prompt is no growth."""
 
     kv_bytes_moved: int = 0
-    """Live KV bytes copied by growth, to new addresses or within a reservation. A mask is never moved."""
+    """Live KV bytes whose place changed with a growth: they were re-strided, or reallocated. A mask is never moved."""
+
+    kv_bytes_copied: int = 0
+    """Those of `kv_bytes_moved` that had to be copied: a growth in place leaves each reservation's first stripe."""
 
     captures: int = 0
     """Decode steps recorded as a graph and instantiated."""
@@ -73,13 +79,37 @@ class Stats:
     """Bytes of address range reserved for the cache now; equal to `physical_kv_bytes` for plain buffers."""
 
     maps: int = 0
-    """Driver calls that put memory behind a range of addresses."""
+    """Granules mapped at an address."""
 
     unmaps: int = 0
-    """Driver calls that took memory from a range of addresses."""
+    """Granules unmapped."""
 
     map_seconds: float = 0.0
     """Host seconds in creating, mapping and unmapping memory."""
+
+    growth_decline_reason: str | None = None
+    """Why the cache grows by copying although its policy says otherwise; None where it does not."""
+
+    def absorb(self, cache: KvCache) -> None:
+        """Add what a cache has counted; for one that is about to go, since its own counters go with it."""
+        self.growth_events += cache.counters.growth_events
+        self.growth_keeps += cache.counters.growth_keeps
+        self.kv_bytes_moved += cache.counters.bytes_moved
+        self.kv_bytes_copied += cache.counters.bytes_copied
+        if cache.backing is not None:
+            self.maps += cache.backing.maps
+            self.unmaps += cache.backing.unmaps
+            self.map_seconds += cache.backing.map_seconds
+
+    def snapshot(self, cache: KvCache | None) -> Stats:
+        """A copy of the counters as they are now, those of the cache there is included."""
+        now = copy.deepcopy(self)
+        if cache is not None:
+            now.absorb(cache)
+            now.physical_kv_bytes = cache.physical_bytes
+            now.reserved_kv_bytes = cache.reserved_bytes
+            now.growth_decline_reason = cache.decline_reason
+        return now
 
     def tokens_per_second(self) -> float:
         """Generated tokens over decode seconds; 0 before the first token."""

@@ -15,10 +15,10 @@ from onnx_kv import cuda
 from onnx_kv.geometry import GrowthPolicy
 from onnx_kv.layout import KvLayout, LayerShape
 from onnx_kv.memory import MemoryBudget, MemoryPool
+from onnx_kv.runtime.binding import Binding
 from onnx_kv.runtime.cache import KvCache
 from onnx_kv.runtime.cache_file import load_cache, save_cache
 from onnx_kv.runtime.graph import CapturedStep
-from onnx_kv.runtime.session import Binding
 from onnx_kv.runtime.stats import Stats
 from tests.support.caches import Shadow, element_strides, qwen05b
 

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from onnx_kv.errors import ConfigError
+from onnx_kv.geometry import GrowthPolicy
 from onnx_kv.layout import KvLayout
-from onnx_kv.runtime.config import Device, GraphMode, Growth, RuntimeConfig
+from onnx_kv.runtime.config import Device, GraphMode, RuntimeConfig
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -30,9 +31,10 @@ def test_arguments() -> None:
     assert (config.device.kind, config.device.index) == ("cuda", 1)
     assert str(config.device) == "cuda:1"
     assert config.kv_layout is KvLayout.SEQ_MAJOR
-    assert config.growth is Growth.REALLOC
+    assert config.growth is GrowthPolicy.REALLOC
     assert config.graph is GraphMode.OFF
-    assert config.budget == 2**30
+    assert config.budget is not None
+    assert config.budget.limit == 2**30
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from onnx_kv.geometry import CacheGeometry
 from onnx_kv.layout import KvLayout, LayerShape, Side
+from onnx_kv.runtime.binding import Binding
 from onnx_kv.runtime.cache import KvCache
-from onnx_kv.runtime.session import Binding
 
 
 def element_strides(cache: KvCache, binding: Binding) -> tuple[int, int, int, int]:
