@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -11,7 +10,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from onnx_kv.errors import ModelDirError
+from onnx_kv.errors import MetadataError, ModelDirError
 
 CONFIG_FILE = "genai_config.json"
 
@@ -133,23 +132,12 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def _read_config(file: Path) -> dict[str, Any] | None:
-    if not os.path.lexists(file):
-        return None
-    if not file.is_file():
-        raise ModelDirError(f"{file} is no regular file, or a link that leads nowhere")
+    from onnx_kv.metadata.json_file import read_object  # whose package reads graphs through this one
+
     try:
-        text = file.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelDirError(f"{file} cannot be read: {error}") from error
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ModelDirError(f"{file}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise ModelDirError(f"{file}: nested too deeply") from error
-    if not isinstance(config, dict):
-        raise ModelDirError(f"{file} holds no JSON object")
-    return config
+        return read_object(file) if os.path.lexists(file) else None
+    except MetadataError as error:
+        raise ModelDirError(str(error)) from error
 
 
 def _configured_decoder(directory: Path, config: dict[str, Any]) -> Path:

@@ -67,8 +67,8 @@ def test_a_decoder_outside_or_missing_is_refused(tmp_path: Path, filename: objec
     [
         (b"{,}", r"genai_config.json:1:2: not JSON"),
         (b"\xef\xbb\xbf{}", "genai_config.json:1:1: not JSON"),
-        (b"\xff\xfe", "cannot be read"),
-        (b"[]", "no JSON object"),
+        (b"\xff\xfe", "genai_config.json:1:1: not UTF-8"),
+        (b"[]", "a JSON array, not an object"),
         (b"{}", "model.decoder.filename"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_config_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -
     directory = write_model_dir(tmp_path / "m")
     (directory / "genai_config.json").unlink()
     os.mkfifo(directory / "genai_config.json")
-    with pytest.raises(ModelDirError, match="no regular file"):
+    with pytest.raises(ModelDirError, match="not a regular file"):
         ModelDir.open(directory)
 
 
