@@ -125,7 +125,7 @@ def _lock(folder: Path, *, create: bool) -> int:
     while True:
         if create:
             folder.mkdir(exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -212,6 +212,16 @@ def test_two_runs_for_one_output_are_kept_apart(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
+def test_a_link_in_the_hidden_folders_place_is_not_followed(tmp_path: Path) -> None:
+    source, home = write_model_dir(tmp_path / "m"), tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("precious")
+    (tmp_path / ".out.onnx-kv-partial").symlink_to(home)
+    with pytest.raises(ModelDirError, match="out cannot be written"):
+        patch_model(source, tmp_path / "out", "seq-major")
+    assert (home / "thesis.tex").read_text() == "precious"
+
+
 def test_file_systems_without_the_newer_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class OldSystem:
         def __init__(self, *args: object, **kwargs: object) -> None:
