@@ -22,6 +22,7 @@ All sizes are bytes and all lengths tokens unless a name says otherwise.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,6 +71,13 @@ class Block(NamedTuple):
     height: int
 
 
+class _Stripes(NamedTuple):
+    """What a reservation is made of: bytes a token within a stripe, and stripes that hold one sequence."""
+
+    unit: int
+    per_row: int
+
+
 @dataclass(frozen=True)
 class CacheGeometry:
     """The byte geometry of one model's cache, for `batch` sequences.
@@ -91,7 +99,7 @@ class CacheGeometry:
     @property
     def reservations(self) -> int:
         """Number of separate address ranges."""
-        return layouts.reservations(self.layout, self.layers)
+        return len(self._stripes)
 
     @property
     def token_bytes(self) -> int:
@@ -100,14 +108,11 @@ class CacheGeometry:
 
     def unit(self, reservation: int) -> int:
         """Bytes from one token to the next within a stripe."""
-        layer = self._layer_of(reservation)
-        if self.layout is KvLayout.HEAD_MAJOR:
-            return self.layers[layer].head_dim * self.element_size
-        return layouts.token_width(self.layout, self.layers, layer) * self.element_size
+        return self._stripes[reservation].unit
 
     def stripes_per_row(self, reservation: int) -> int:
         """Number of stripes that hold one sequence."""
-        return self.layers[self._layer_of(reservation)].kv_heads if self.layout is KvLayout.HEAD_MAJOR else 1
+        return self._stripes[reservation].per_row
 
     def reservation_bytes(self, reservation: int, capacity: int) -> int:
         """Bytes from the first to the last that `capacity` tokens a row can use.
@@ -249,12 +254,18 @@ class CacheGeometry:
             self.stripes_per_row(index) * (prefix * self.unit(index) // granule) for index in range(self.reservations)
         )
 
-    def _layer_of(self, reservation: int) -> int:
-        if not 0 <= reservation < self.reservations:
-            raise ConfigError(f"there is no reservation {reservation}; this cache has {self.reservations}")
-        if self.layout is KvLayout.TOKEN_MAJOR:
-            return 0
-        return reservation if self.layout is KvLayout.PAIRED else reservation // 2
+    @functools.cached_property
+    def _stripes(self) -> tuple[_Stripes, ...]:
+        """The stripes of each reservation; computed once, since growth asks for them in every step of a decode."""
+        stripes: dict[int, _Stripes] = {}
+        for layer, shape in enumerate(self.layers):
+            if self.layout is KvLayout.HEAD_MAJOR:
+                found = _Stripes(shape.head_dim * self.element_size, shape.kv_heads)
+            else:
+                found = _Stripes(layouts.token_width(self.layout, self.layers, layer) * self.element_size, 1)
+            for side in Side:
+                stripes[layouts.reservation_index(self.layout, layer, side)] = found
+        return tuple(stripes[index] for index in sorted(stripes))
 
     def _check_lengths(self, lengths: Sequence[int], capacity: int) -> None:
         if min(lengths) < 0 or max(lengths) > capacity:

@@ -65,6 +65,24 @@ def reserve_limit(pool: MemoryPool) -> tuple[int, float]:
         size *= 2
 
 
+def cost_while_busy(pool: MemoryPool, granules: int, repeats: int) -> float:
+    """Cost a granule of a commit while a stream keeps the device writing."""
+    reservation = pool.reserve(granules * pool.granule)
+    samples = []
+    with cuda.Stream() as stream, cuda.Buffer(1 << 30) as buffer:
+        for _ in range(repeats):
+            for _ in range(100):
+                stream.fill(buffer.address, 0, buffer.nbytes)
+            samples.append(microseconds(lambda: pool.commit([reservation.span()])) / granules)
+            if stream.done:
+                raise OnnxKvError("the device finished its work before the commit did; use fewer granules")
+            stream.synchronize()
+            pool.decommit([reservation.span()])
+            pool.trim()
+    reservation.close()
+    return statistics.median(samples)
+
+
 def remaps_under_a_graph(pool: MemoryPool) -> bool:
     """Whether a captured graph reads new memory that took the place of old at an address it has baked in."""
     granule = pool.granule
@@ -109,6 +127,9 @@ def main(device: str, granules: int, repeats: int, as_json: bool) -> None:
             "us_a_granule": operation_costs(pool, granules, repeats),
             "graph_follows_a_remap": None if ordinal is None else remaps_under_a_graph(pool),
         }
+        if ordinal is not None:
+            busy = cost_while_busy(pool, min(granules, 48), repeats)
+            result["us_a_granule"]["create, map, set access: device busy"] = busy
     except OnnxKvError as error:
         raise click.UsageError(str(error)) from error
     if as_json:

@@ -143,12 +143,13 @@ class _Mapped:
         self.backing.close()
 
     def _pieces(self, ranges: Ranges) -> list[Piece]:
+        """Split ranges at windows. What precedes a range is committed, and with it the window that both lie in."""
         granule = self.backing.pool.granule
         return [
-            Piece(reservation, ByteRange(max(start, window), min(end, window + granule)))
+            Piece(reservation, ByteRange(window, min(end, window + granule)))
             for reservation, items in enumerate(ranges)
             for start, end in items
-            for window in range(start // granule * granule, end, granule)
+            for window in range(-(-start // granule) * granule, end, granule)
         ]
 
 
@@ -178,8 +179,8 @@ class _FixedStride(_Mapped):
         return [Boundary(done, done - length) for length, done in zip(lengths, self._committed, strict=True)]
 
     def upcoming(self, part: int) -> list[Piece]:
-        if self._committed[part] == self.capacity:
-            return []
+        if self._committed[part] in (0, self.capacity):
+            return []  # an empty row is not about to grow, a full one cannot
         targets = list(self._committed)
         targets[part] = self._target(targets[part] + 1)
         return self._pieces(self._ranges(targets, self._committed))

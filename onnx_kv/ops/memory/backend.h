@@ -1,7 +1,7 @@
 // What a memory driver can do: reserve addresses, make granules of physical memory, map the ones at the others.
 //
-// A granule is the unit of physical memory; every address here is a multiple of it. One granule may be mapped at
-// several addresses. Nothing here keeps books: pool.h does.
+// A granule is the unit of physical memory, mapped at multiples of its size from a reservation's start. One granule may be
+// mapped at several addresses. Nothing here keeps books: pool.h does.
 #pragma once
 
 #include <cstddef>
