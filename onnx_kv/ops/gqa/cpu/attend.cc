@@ -32,7 +32,7 @@ struct Lane {
         tile(StateAt(head + PaddedDim(head_dim), kMaxRows)),
         total(StateAt(head + PaddedDim(head_dim) + StateFloats(kMaxRows, head_dim), kMaxRows)) {}
 
-  static size_t StagedFloats(int head_dim) { return std::max(4 * PaddedDim(head_dim), kTileKeys * kPad); }
+  static size_t StagedFloats(int head_dim) { return kTileKeys * PaddedDim(head_dim); }
   static size_t Floats(int head_dim) {
     return kMaxRows * (PaddedDim(head_dim) + kTileKeys) + StagedFloats(head_dim) + PaddedDim(head_dim) +
            2 * StateFloats(kMaxRows, head_dim);
@@ -69,8 +69,8 @@ class Attention {
   void Write(const Block& block, Lane& lane);
 
   State Partial(const Block& block, int32_t tile) {
-    return StateAt(partials_ + (block.partial + tile - block.first_tile) * StateFloats(kMaxRows, p_.head_dim),
-                   kMaxRows);
+    const size_t row = block.partial + static_cast<size_t>(tile - block.first_tile) * block.rows;
+    return StateAt(partials_ + StateFloats(row, p_.head_dim), block.rows);
   }
 
   const GqaParams& p_;
@@ -90,7 +90,7 @@ void Attention::Run(const ParallelFor& parallel_for) {
   const size_t lane_floats = Lane::Floats(p_.head_dim);
   // Kept between calls: a decoder calls once a layer, with the same sizes.
   thread_local std::vector<float> memory;
-  const size_t floats = lanes * lane_floats + plan_.partials * StateFloats(kMaxRows, p_.head_dim);
+  const size_t floats = lanes * lane_floats + StateFloats(plan_.partial_rows, p_.head_dim);
   if (memory.size() < floats) memory.resize(floats);
   float* const base = memory.data();
   partials_ = base + lanes * lane_floats;
@@ -104,7 +104,7 @@ void Attention::Run(const ParallelFor& parallel_for) {
     parallel_for(std::min(lanes, count), run);
   };
   in_lanes(plan_.units.size(), [&](size_t i, Lane& lane) { RunUnit(plan_.units[i], lane); });
-  if (plan_.partials == 0) return;
+  if (plan_.partial_rows == 0) return;
   in_lanes(plan_.blocks.size(), [&](size_t i, Lane& lane) {
     if (plan_.blocks[i].split) MergeBlock(plan_.blocks[i], lane);
   });

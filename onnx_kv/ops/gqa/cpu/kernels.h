@@ -9,8 +9,16 @@
 namespace onnx_kv::cpu {
 
 inline constexpr int kTileKeys = 128;  // keys of a tile; tile i holds the positions [i*kTileKeys, (i+1)*kTileKeys)
-inline constexpr int kMaxRows = 32;    // query rows that a tile serves at once
+inline constexpr int kMaxRows = 64;    // query rows that a tile serves at once
 inline constexpr int kPad = 32;        // rows of float scratch are padded to this many elements (two widest vectors)
+
+// Elements of 16 bits; what they hold is read and written by the vectors' Load and Store.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
 
 inline int PaddedDim(int head_dim) { return (head_dim + kPad - 1) / kPad * kPad; }
 
@@ -42,7 +50,7 @@ struct Tile {
   const void* const* bias;  // [rows] the row's bias of the tile's first position; or nullptr
 
   float* scores;  // scratch [rows, kTileKeys]
-  float* staged;  // scratch [max(4 * padded dim, kTileKeys * kPad)]
+  float* staged;  // scratch [kTileKeys, padded dim]
 };
 
 struct Kernels {

@@ -20,7 +20,7 @@ struct Block {
   int32_t first_tile;  // tiles that hold a key which one of the rows sees: [first_tile, last_tile)
   int32_t last_tile;
   bool split;      // whether several units share the block
-  size_t partial;  // if so, its first tile's place among all that are kept until they are merged
+  size_t partial;  // if so, place of its first tile's rows among all that are kept until they are merged
 };
 
 // Consecutive tiles of a block.
@@ -33,7 +33,7 @@ struct Unit {
 struct Plan {
   std::vector<Block> blocks;
   std::vector<Unit> units;  // the longest last
-  size_t partials = 0;      // tile states to keep
+  size_t partial_rows = 0;  // rows of tile states to keep
 };
 
 // Blocks are only split, along the keys, where there are fewer than `threads`.

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include <cstdint>
+#include "onnx_kv/ops/gqa/cpu/kernels.h"
 
 namespace onnx_kv::cpu {
 namespace {
@@ -33,12 +33,15 @@ inline Vec PowerOfTwo(Vec n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23));
 }
 inline float MaxOf(Vec v) { return _mm512_reduce_max_ps(v); }
-inline __m256 Fold(Vec v) {
-  return _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
-}
+// Lane by lane: v[i] goes to element i of each of four sums.
+inline __m512 AddPairs(Vec a, Vec b) { return Add(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e)); }
 inline void SumsOf(const Vec v[4], float* sums) {
-  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(Fold(v[0]), Fold(v[1])), _mm256_hadd_ps(Fold(v[2]), Fold(v[3])));
-  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+  const Vec ab = AddPairs(v[0], v[1]);
+  const Vec cd = AddPairs(v[2], v[3]);
+  const Vec lanes = Add(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(lanes),
+                                    _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(lanes), 1)));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 inline float SumOf(Vec v) {
   const Vec repeated[4] = {v, v, v, v};
@@ -46,11 +49,21 @@ inline float SumOf(Vec v) {
   SumsOf(repeated, sums);
   return sums[0];
 }
-inline Vec LoadHalf(const uint16_t* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-inline void StoreHalf(uint16_t* p, Vec v) {
+inline Vec Load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void Store(Half* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Vec Load(const BFloat* p) {
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+inline void Store(BFloat* p, Vec v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));  // not a number stays so
+  const __m512i chosen = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), rounded, quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16)));
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "onnx_kv/ops/gqa/cpu/kernels.h"
+
 namespace onnx_kv::cpu {
 namespace {
 
@@ -118,11 +120,29 @@ inline uint16_t HalfOfFloat(float value) {
   const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13));
 }
-inline Vec LoadHalf(const uint16_t* p) {
-  return Lanes([&](int i) { return FloatOfHalf(p[i]); });
+inline float FloatOfBFloat(uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
 }
-inline void StoreHalf(uint16_t* p, const Vec& v) {
-  for (int i = 0; i < kWidth; ++i) p[i] = HalfOfFloat(v.lane[i]);
+inline uint16_t BFloatOfFloat(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline Vec Load(const Half* p) {
+  return Lanes([&](int i) { return FloatOfHalf(p[i].bits); });
+}
+inline Vec Load(const BFloat* p) {
+  return Lanes([&](int i) { return FloatOfBFloat(p[i].bits); });
+}
+inline void Store(Half* p, const Vec& v) {
+  for (int i = 0; i < kWidth; ++i) p[i].bits = HalfOfFloat(v.lane[i]);
+}
+inline void Store(BFloat* p, const Vec& v) {
+  for (int i = 0; i < kWidth; ++i) p[i].bits = BFloatOfFloat(v.lane[i]);
 }
 
 }  // namespace

@@ -1,12 +1,14 @@
 // The kernels of kernels.h, written on the vectors of whichever simd_*.h was included before.
 //
 // Included by one source file per instruction set, which is compiled with that set's flags. So everything here has
-// internal linkage, and nothing of the standard library is called: a shared inline function could otherwise be linked
-// in the version of a processor that is not there.
+// internal linkage, and no function of the standard library is called: a shared inline function could otherwise be
+// linked in the version of a processor that is not there.
 //
 // Register blocks may cover any rows and keys without changing a bit of the result: a score is always summed along the
 // head's channels vector by vector, an output element always along the keys one by one.
 #pragma once
+
+#include <type_traits>
 
 #include "onnx_kv/ops/gqa/cpu/kernels.h"
 
@@ -16,6 +18,7 @@ namespace {
 constexpr float kInfinity = __builtin_inff();
 // The float above -65504, float16's lowest: a bias below it is a mask.
 constexpr float kAboveLowestHalf = -65503.996f;
+constexpr int kAhead = 8;           // keys between asking for a row of the cache and reading it
 constexpr int kPanel = 2 * kWidth;  // channels of one block of weighted sums
 
 inline int Least(int a, int b) { return a < b ? a : b; }
@@ -48,87 +51,64 @@ inline Vec SoftCap(Vec score, float cap) {
   return Mul(Set(cap), Div(Sub(power, one), Add(power, one)));
 }
 
-inline float FloatOfBFloat(uint16_t value) {
-  const uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float wide;
-  __builtin_memcpy(&wide, &bits, sizeof(wide));
-  return wide;
+// Calls f with a null pointer of the element type.
+template <typename F>
+void WithElement(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f(static_cast<float*>(nullptr));
+    case DType::kFloat16:
+      return f(static_cast<Half*>(nullptr));
+    case DType::kBFloat16:
+      return f(static_cast<BFloat*>(nullptr));
+  }
 }
 
-inline uint16_t BFloatOfFloat(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-void WidenHalf(const uint16_t* source, float* target, int count) {
+// Converts `count` elements from or to floats, the last few by way of a whole vector.
+template <typename From, typename To>
+inline void Convert(const From* source, To* target, int count) {
   int i = 0;
-  for (; i + kWidth <= count; i += kWidth) Store(target + i, LoadHalf(source + i));
+  for (; i + kWidth <= count; i += kWidth) Store(target + i, Load(source + i));
   if (i == count) return;
-  uint16_t tail[kWidth] = {};
-  float wide[kWidth];
-  __builtin_memcpy(tail, source + i, sizeof(uint16_t) * (count - i));
-  Store(wide, LoadHalf(tail));
-  __builtin_memcpy(target + i, wide, sizeof(float) * (count - i));
-}
-
-void NarrowHalf(const float* source, uint16_t* target, int count) {
-  int i = 0;
-  for (; i + kWidth <= count; i += kWidth) StoreHalf(target + i, Load(source + i));
-  if (i == count) return;
-  float tail[kWidth] = {};
-  uint16_t narrow[kWidth];
-  __builtin_memcpy(tail, source + i, sizeof(float) * (count - i));
-  StoreHalf(narrow, Load(tail));
-  __builtin_memcpy(target + i, narrow, sizeof(uint16_t) * (count - i));
+  From tail[kWidth] = {};
+  To converted[kWidth];
+  __builtin_memcpy(tail, source + i, sizeof(From) * (count - i));
+  Store(converted, Load(tail));
+  __builtin_memcpy(target + i, converted, sizeof(To) * (count - i));
 }
 
 void Widen(DType dtype, const void* source, float* target, int count) {
-  const auto* halves = static_cast<const uint16_t*>(source);
-  switch (dtype) {
-    case DType::kFloat32:
-      __builtin_memcpy(target, source, sizeof(float) * count);
-      break;
-    case DType::kFloat16:
-      WidenHalf(halves, target, count);
-      break;
-    case DType::kBFloat16:
-      for (int i = 0; i < count; ++i) target[i] = FloatOfBFloat(halves[i]);
-      break;
-  }
+  WithElement(
+      dtype, [&](auto* element) { Convert(static_cast<decltype(element)>(const_cast<void*>(source)), target, count); });
 }
 
 void Narrow(DType dtype, const float* source, void* target, int count) {
-  auto* halves = static_cast<uint16_t*>(target);
-  switch (dtype) {
-    case DType::kFloat32:
-      __builtin_memcpy(target, source, sizeof(float) * count);
-      break;
-    case DType::kFloat16:
-      NarrowHalf(source, halves, count);
-      break;
-    case DType::kBFloat16:
-      for (int i = 0; i < count; ++i) halves[i] = BFloatOfFloat(source[i]);
-      break;
-  }
+  WithElement(dtype, [&](auto* element) { Convert(source, static_cast<decltype(element)>(target), count); });
 }
 
-const void* At(DType dtype, const void* base, int64_t element) {
-  return static_cast<const char*>(base) + element * (dtype == DType::kFloat32 ? 4 : 2);
-}
-
-// Copies `count` elements as floats and fills up with zeros to `padded`.
-void Stage(DType dtype, const void* source, int count, float* target, int padded) {
-  Widen(dtype, source, target, count);
+// Converts `count` elements and fills up with zeros to `padded`.
+template <typename T>
+inline void Stage(const T* source, int count, float* target, int padded) {
+  Convert(source, target, count);
   for (int i = count; i < padded; ++i) target[i] = 0.0f;
 }
+
+template <typename T>
+constexpr bool kIsFloat = false;
+template <>
+constexpr bool kIsFloat<float> = true;
 
 // Splits `rows` evenly into blocks of at most `most` and calls block(begin, end).
 template <typename Block>
 inline void ForBlocks(int rows, int most, Block&& block) {
   const int blocks = (rows + most - 1) / most;
-  for (int i = 0; i < blocks; ++i) block(rows * i / blocks, rows * (i + 1) / blocks);
+  const int least = rows / blocks;
+  const int longer = rows % blocks;
+  for (int i = 0, begin = 0; i < blocks; ++i) {
+    const int end = begin + least + (i < longer ? 1 : 0);
+    block(begin, end);
+    begin = end;
+  }
 }
 
 // Scores of `Rows` queries and four keys.
@@ -158,20 +138,32 @@ inline void Dot(int rows, const float* query, int query_stride, const float* con
   }
 }
 
+// Asks for a row of the cache some time before it is read: in a layout where a row's neighbours are far away, nothing
+// else foresees it. Asking never faults, but rows that are not live are not asked for either.
+template <typename T>
+inline void Prefetch(const T* row, int count) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int d = 0; d < count; d += kLine) __builtin_prefetch(row + d);
+}
+
 // Scores of all rows and the keys [first, last). Keys are read in place where whole vectors of floats can be.
+template <typename T>
 void Scores(const Tile& tile) {
   const int padded = PaddedDim(tile.head_dim);
-  const bool in_place = tile.dtype == DType::kFloat32 && tile.head_dim % kWidth == 0;
+  const bool in_place = kIsFloat<T> && tile.head_dim % kWidth == 0;
   const int channels = in_place ? tile.head_dim : padded;
   for (int t = tile.first; t < tile.last; t += 4) {
     const float* keys[4];
     for (int k = 0; k < 4; ++k) {
+      if (t + k + kAhead < tile.last) {
+        Prefetch(static_cast<const T*>(tile.key) + (t + k + kAhead) * tile.key_stride, tile.head_dim);
+      }
       // The last key stands in for those after it: nothing beyond it is read, and its scores there are not used.
-      const void* key = At(tile.dtype, tile.key, Least(t + k, tile.last - 1) * tile.key_stride);
+      const T* key = static_cast<const T*>(tile.key) + Least(t + k, tile.last - 1) * tile.key_stride;
       if (in_place) {
-        keys[k] = static_cast<const float*>(key);
+        keys[k] = reinterpret_cast<const float*>(key);
       } else {
-        Stage(tile.dtype, key, tile.head_dim, tile.staged + k * padded, padded);
+        Stage(key, tile.head_dim, tile.staged + k * padded, padded);
         keys[k] = tile.staged + k * padded;
       }
     }
@@ -181,16 +173,18 @@ void Scores(const Tile& tile) {
   }
 }
 
+template <typename T>
 void AddBias(const Tile& tile, int row, int first, int last) {
   float* scores = tile.scores + row * kTileKeys;
   float* bias = tile.staged;
-  Widen(tile.dtype, At(tile.dtype, tile.bias[row], first), bias + first, last - first);
+  Convert(static_cast<const T*>(tile.bias[row]) + first, bias + first, last - first);
   for (int t = first; t < last; ++t) {
     scores[t] = bias[t] < kAboveLowestHalf ? -kInfinity : scores[t] + bias[t];
   }
 }
 
 // Turns a row of scores into weights.
+template <typename T>
 void SoftMax(const Tile& tile, int row, const State& state) {
   float* scores = tile.scores + row * kTileKeys;
   const int first = Most(tile.row_first[row], tile.first);
@@ -203,7 +197,7 @@ void SoftMax(const Tile& tile, int row, const State& state) {
   if (tile.softcap > 0) {
     for (int t = begin; t < end; t += kWidth) Store(scores + t, SoftCap(Load(scores + t), tile.softcap));
   }
-  if (tile.bias != nullptr) AddBias(tile, row, first, last);
+  if (tile.bias != nullptr) AddBias<T>(tile, row, first, last);
   for (int t = begin; t < first; ++t) scores[t] = -kInfinity;
   for (int t = last; t < end; ++t) scores[t] = -kInfinity;
   Vec most = Set(-kInfinity);
@@ -279,32 +273,45 @@ void SumPanel(const Tile& tile, int begin, int end, const float* values, int64_t
   }
 }
 
+// Gathers the values of the tile's keys panel by panel: [panel, kTileKeys, kPanel].
+template <typename T>
+void StageValues(const Tile& tile) {
+  for (int t = tile.first; t < tile.last; ++t) {
+    const T* value = static_cast<const T*>(tile.value) + t * tile.value_stride;
+    if (t + kAhead < tile.last) Prefetch(value + kAhead * tile.value_stride, tile.head_dim);
+    float* staged = tile.staged + t * kPanel;
+    int column = 0;
+    for (; column + kPanel <= tile.head_dim; column += kPanel) {
+      Store(staged + column * kTileKeys, Load(value + column));
+      Store(staged + column * kTileKeys + kWidth, Load(value + column + kWidth));
+    }
+    if (column < tile.head_dim) Stage(value + column, tile.head_dim - column, staged + column * kTileKeys, kPanel);
+  }
+}
+
+template <typename T>
 void WeightedSums(const Tile& tile, const State& state) {
   const int padded = PaddedDim(tile.head_dim);
   for (int i = 0; i < tile.rows * padded; ++i) state.out[i] = 0.0f;
+  // A few rows read floats in place; many read a value often enough to gather it first.
+  const bool in_place =
+      kIsFloat<T> && tile.head_dim % kPanel == 0 && tile.rows <= 2 * kSumRows && tile.value_stride * sizeof(T) < 2048;
+  if (!in_place) StageValues<T>(tile);
   for (int column = 0; column < tile.head_dim; column += kPanel) {
-    const int width = Least(kPanel, tile.head_dim - column);
-    const void* values = At(tile.dtype, tile.value, column);
-    int64_t stride = tile.value_stride;
-    // Few rows read floats in place; many rows read a panel often enough to gather it first.
-    const bool in_place = tile.dtype == DType::kFloat32 && width == kPanel && tile.rows <= 2 * kSumRows;
-    if (!in_place) {
-      for (int t = tile.first; t < tile.last; ++t) {
-        Stage(tile.dtype, At(tile.dtype, values, t * stride), width, tile.staged + t * kPanel, kPanel);
-      }
-      values = tile.staged;
-      stride = kPanel;
-    }
-    ForBlocks(tile.rows, kSumRows, [&](int begin, int end) {
-      SumPanel(tile, begin, end, static_cast<const float*>(values), stride, state.out + column);
-    });
+    const float* values = in_place ? static_cast<const float*>(tile.value) + column : tile.staged + column * kTileKeys;
+    const int64_t stride = in_place ? tile.value_stride : kPanel;
+    ForBlocks(tile.rows, kSumRows,
+              [&](int begin, int end) { SumPanel(tile, begin, end, values, stride, state.out + column); });
   }
 }
 
 void AttendTile(const Tile& tile, const State& state) {
-  Scores(tile);
-  for (int r = 0; r < tile.rows; ++r) SoftMax(tile, r, state);
-  WeightedSums(tile, state);
+  WithElement(tile.dtype, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    Scores<T>(tile);
+    for (int r = 0; r < tile.rows; ++r) SoftMax<T>(tile, r, state);
+    WeightedSums<T>(tile, state);
+  });
 }
 
 void Merge(const State& state, const State& next, int rows, int head_dim) {
