@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import pkgutil
 
@@ -33,6 +34,10 @@ class _CommandFolder(click.Group):
         try:
             return super().invoke(ctx)
         except OnnxKvError as error:
+            raise _Refusal(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of a pipe went away, which click handles
+                raise
             raise _Refusal(str(error)) from error
 
 

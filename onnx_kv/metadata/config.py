@@ -5,6 +5,7 @@ A model is judged by what its config declares and never by `model.type` or a fol
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -39,7 +40,7 @@ class DecoderConfig:
         Raises:
             MetadataError: not a directory, no readable config, or one that lacks the decoder or its context length.
         """
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # unlike Path.is_dir, False too for a path that cannot be looked up
             raise MetadataError(f"{directory} is not a directory; give the directory that holds {CONFIG_FILE}")
         file = directory / CONFIG_FILE
         root = Block(file, "", read_object(file))

@@ -7,6 +7,7 @@ word, so it has to declare every name and count and may not contradict itself.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def generate_metadata(model_dir: str | Path, *, full: bool = False) -> Metadata:
 
 def _read_graph(file: Path) -> GraphPorts | None:
     """The graph's ports; None where there is no file, or no package to read it with."""
-    if not file.exists() and not file.is_symlink():
+    if not os.path.lexists(file):
         return None
     try:
         from onnx_kv.metadata.ports import read_ports
@@ -172,7 +173,7 @@ def _checked_alone(config: DecoderConfig, metadata: Metadata, file: Path) -> lis
     problems = [*config.contradictions(), *map(str, repeated_ports(metadata))]
     if problems:
         raise MetadataError("\n".join(f"{config.file}: {problem}" for problem in problems))
-    if not file.exists():
+    if not os.path.lexists(file):
         return [f"{file} is not here: the ports were not checked against the graph"]
     refuse_absent_names(metadata, file)
     return [

@@ -8,6 +8,7 @@ byte-order mark, is not JSON (`NaN` and trailing commas are not), names a key tw
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,7 +74,7 @@ def refuse_stand_in(file: Path) -> None:
         with file.open("rb") as stream:
             head = stream.read(_PATH_BYTES + 1)
     except FileNotFoundError as error:
-        if file.is_symlink():
+        if os.path.islink(file):
             raise MetadataError(f"{file} is a symbolic link to {file.readlink()}, which does not exist") from error
         raise MetadataError(f"{file} does not exist") from error
     except OSError as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 
 from onnx_kv.errors import MetadataError, ModelDirError
@@ -25,6 +26,8 @@ from onnx_kv.graph import (
 )
 from onnx_kv.layout import KV_LAYOUT_ATTRIBUTE, KvLayout
 from onnx_kv.metadata.json_file import refuse_stand_in
+
+_PROTOBUF_LIMIT = 2**31 - 1  # bytes of one message
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,24 @@ def read_ports(file: Path) -> GraphPorts:
         MetadataError: not an ONNX model, or as `model_ports`.
     """
     refuse_stand_in(file)
+    size = file.stat().st_size
+    if size > _PROTOBUF_LIMIT:
+        raise MetadataError(f"{file} has {size:,} bytes, more than an ONNX file can have: {_PROTOBUF_LIMIT:,}")
     try:
-        model = ir.load(file)
+        proto = onnx.load(file, format="protobuf", load_external_data=False)
+        model = ir.from_proto(proto)
     except Exception as error:  # protobuf and onnx_ir each raise many kinds for a damaged file
-        raise MetadataError(f"{file} is not an ONNX model: {error}") from error
-    if not model.ir_version:
+        raise MetadataError(f"{file} is not an ONNX model: {_first_line(error)}") from error
+    if not proto.ir_version:
         raise MetadataError(f"{file} is not an ONNX model: it has no IR version")
     return model_ports(model, file)
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong first; onnx_ir wraps the reason in one error for each part of the file that it was reading."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0]
 
 
 def model_ports(model: ir.Model, file: Path) -> GraphPorts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def validate_metadata(model_dir: str | Path) -> Validation:
     """
     directory = Path(model_dir)
     metadata = load_metadata(directory)
-    config = DecoderConfig.read(directory) if (directory / CONFIG_FILE).exists() else None
+    config = DecoderConfig.read(directory) if os.path.lexists(directory / CONFIG_FILE) else None
     if config is None:
         try:
             graph_file = ModelDir.open(directory).model_file

@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_kv.errors import MetadataError, ModelDirError
+from onnx_kv.metadata.json_file import read_object
 
 CONFIG_FILE = "genai_config.json"
 
@@ -132,8 +133,6 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def _read_config(file: Path) -> dict[str, Any] | None:
-    from onnx_kv.metadata.json_file import read_object  # whose package reads graphs through this one
-
     try:
         return read_object(file) if os.path.lexists(file) else None
     except MetadataError as error:
