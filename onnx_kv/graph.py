@@ -25,6 +25,9 @@ GQA = ("com.microsoft", "GroupQueryAttention")
 QUERY, KEY, PAST_KEY, PAST_VALUE, SEQLENS_K, TOTAL_SEQUENCE_LENGTH = 0, 1, 3, 4, 5, 6
 PRESENT_KEY, PRESENT_VALUE = 1, 2
 
+MAX_CALLS = 200_000
+"""Nodes that are looked at: a real decoder has thousands, a few functions that call each other twice have billions."""
+
 
 @dataclass(frozen=True)
 class CacheLayer:
@@ -101,8 +104,15 @@ class NodeCall:
 
 
 def node_calls(model: ir.Model) -> Iterator[NodeCall]:
-    """Yield every node of the model once for each way in which it is reached, in the graph's order."""
-    return _calls(model, model.graph, "", {}, {})
+    """Yield every node of the model once for each way in which it is reached, in the graph's order.
+
+    Raises:
+        ModelDirError: a function calls itself, or functions call each other so often that there is no end in sight.
+    """
+    for count, call in enumerate(_calls(model, model.graph, "", {}, {}, ())):
+        if count == MAX_CALLS:
+            raise ModelDirError(f"node {call.name!r}: its functions are called more than {MAX_CALLS:,} times")
+        yield call
 
 
 def reads(model: ir.Model, call: NodeCall) -> Iterator[tuple[int, ir.Value]]:
@@ -254,17 +264,20 @@ def _calls(
     prefix: str,
     values: Mapping[ir.Value, ir.Value],
     arguments: Mapping[str, ir.Attr],
+    callers: tuple[ir.Function, ...],
 ) -> Iterator[NodeCall]:
     for node in graph:
         call = NodeCall(node, prefix + _name(node), values, arguments)
         yield call
         function = model.functions.get(node.op_identifier())
         if function is not None:
+            if function in callers:
+                raise ModelDirError(f"node {call.name!r}: the function {function.name!r} calls itself")
             ports = _pairs(function.inputs, node.inputs) | _pairs(function.outputs, node.outputs)
             given = {name: call.attribute(name) or default for name, default in function.attributes.items()}
-            yield from _calls(model, function, f"{call.name}/", {**values, **ports}, given)
+            yield from _calls(model, function, f"{call.name}/", {**values, **ports}, given, (*callers, function))
         for body in _bodies(node):
-            yield from _calls(model, body, f"{call.name}/", {**values, **_body_ports(call, body)}, arguments)
+            yield from _calls(model, body, f"{call.name}/", {**values, **_body_ports(call, body)}, arguments, callers)
 
 
 def _name(node: ir.Node) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _INTEGERS = frozenset({"int32", "int64"})
 _FLOATS = frozenset({"float", "float16", "bfloat16", "double"})
+_CACHES = _FLOATS | {"int8", "uint8", "int4", "uint4", "float8e4m3fn", "float8e5m2"}
 
 # Element types and numbers of axes that a field's port may have.
 _KINDS = {
@@ -93,8 +94,8 @@ def _kinds(metadata: Metadata, graph: GraphPorts) -> Iterator[Disagreement]:
             if name not in ports:
                 continue
             port = ports[name]
-            dtypes, ranks = _KINDS.get(field, (None, {4}))
-            if dtypes and port.dtype is not None and port.dtype not in dtypes:
+            dtypes, ranks = _KINDS.get(field, (_CACHES, {4}))
+            if port.dtype is not None and port.dtype not in dtypes:
                 yield Disagreement(field, f"graph port {port} is not of type {' or '.join(sorted(dtypes))}")
             if port.shape is not None and len(port.shape) not in ranks:
                 wanted = " or ".join(map(str, sorted(ranks)))

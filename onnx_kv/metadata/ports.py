@@ -34,9 +34,9 @@ _PROTOBUF_LIMIT = 2**31 - 1  # bytes of one message
 class Port:
     """An input or output of the graph.
 
-    `dtype` is ONNX's name in lower case (`float16`, `int64`), `shape` one entry an axis: a number, a name, or None;
-    each is None where the graph does not say. `fed` is whether an input has to be given for the graph to run: something
-    reads it and it has no default.
+    `dtype` is ONNX's name in lower case (`float16`, `int64`; `sequence` for a port that is no tensor), `shape` one entry
+    an axis: a number, a name, or None; each is None where the graph does not say. `fed` is whether an input has to be
+    given for the graph to run: something reads it and it has no default.
     """
 
     name: str
@@ -143,10 +143,16 @@ def _port(graph: ir.Graph, value: ir.Value) -> Port:
     read = bool(value.uses()) or value.is_graph_output() or not len(graph)
     return Port(
         name=value.name or "",
-        dtype=None if value.dtype is None else value.dtype.name.lower(),
+        dtype=_dtype(value),
         shape=shape,
         fed=read and not value.is_initializer(),
     )
+
+
+def _dtype(value: ir.Value) -> str | None:
+    if value.type is not None and not isinstance(value.type, ir.TensorType):
+        return type(value.type).__name__.removesuffix("Type").lower()
+    return None if value.dtype is None else value.dtype.name.lower()
 
 
 def _layout(file: Path, model: ir.Model) -> KvLayout:

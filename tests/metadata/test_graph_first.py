@@ -256,6 +256,44 @@ def test_tokens_that_are_not_integers(tmp_path):
     assert "io.token_input" in refusal(decoder.write(tmp_path, decoder.config(), graph))
 
 
+def test_a_cache_that_is_no_tensor_of_vectors(tmp_path):
+    graph = decoder.graph([0])
+    cache = next(value for value in graph.graph.input if value.name == "past_key_values.0.key")
+    tensor = helper.make_tensor_type_proto(FLOAT, ["batch", 2, "capacity", 8])
+    for kind in (helper.make_sequence_type_proto(tensor), helper.make_tensor_type_proto(INT64, ["batch", 2, "s", 8])):
+        cache.type.CopyFrom(kind)
+        message = refusal(decoder.write(tmp_path, decoder.config(layers=1), graph))
+        assert "io.kv_inputs[0]" in message
+
+
+def test_functions_that_call_themselves_or_each_other_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("onnx_kv.graph.MAX_CALLS", 2000)
+
+    def function(name, *callees):
+        nodes = [helper.make_node(callee, ["x"], [f"y{i}"], domain="d") for i, callee in enumerate(callees)]
+        nodes.append(helper.make_node("Identity", ["x"], ["y"]))
+        opsets = [helper.make_opsetid("d", 1), helper.make_opsetid("", 17)]
+        return helper.make_function("d", name, ["x"], ["y"], nodes, opsets)
+
+    for functions, reason in (
+        ([function("F", "F")], "calls itself"),
+        ([function("F", "G"), function("G", "F")], "calls itself"),
+        (
+            [
+                function("F", "F1", "F1"),
+                *(function(f"F{i}", f"F{i + 1}", f"F{i + 1}") for i in range(1, 40)),
+                function("F40"),
+            ],
+            "2,000",
+        ),
+    ):
+        graph = decoder.graph()
+        graph.functions.extend(functions)
+        graph.opset_import.append(helper.make_opsetid("d", 1))
+        graph.graph.node.append(helper.make_node("F", ["input_ids"], ["/called"], domain="d"))
+        assert reason in refusal(decoder.write(tmp_path, decoder.config(), graph))
+
+
 def test_two_ports_of_one_name(tmp_path):
     graph = decoder.graph()
     graph.graph.input.append(graph.graph.input[0])
