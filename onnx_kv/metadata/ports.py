@@ -34,9 +34,9 @@ _PROTOBUF_LIMIT = 2**31 - 1  # bytes of one message
 class Port:
     """An input or output of the graph.
 
-    `dtype` is ONNX's name in lower case (`float16`, `int64`; `sequence` for a port that is no tensor), `shape` one entry
-    an axis: a number, a name, or None; each is None where the graph does not say. `fed` is whether an input has to be
-    given for the graph to run: something reads it and it has no default.
+    `dtype` is ONNX's name in lower case (`float16`, `int64`; `sequence` for a port that is no tensor), `shape` has one
+    entry an axis: a number, a name, or None; each is None where the graph does not say. `fed` is whether an input has
+    to be given for the graph to run: something reads it and it has no default.
     """
 
     name: str

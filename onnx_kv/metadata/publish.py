@@ -31,7 +31,8 @@ def write_metadata(
     target = Path(model_dir) / FILE_NAME if output is None else Path(output)
     if not force and os.path.lexists(target):
         raise MetadataError(f"{target} exists; replace it with --force")
-    if target.name == CONFIG_FILE or target.suffix == ".onnx" or os.path.isdir(target):
+    special = os.path.exists(target) and not os.path.isfile(target)
+    if special or target.name == CONFIG_FILE or target.suffix == ".onnx":
         raise MetadataError(f"{target} is not a file to write metadata to; its usual name is {FILE_NAME}")
     metadata = generate_metadata(model_dir, full=full)
     replace_text(target, metadata.to_yaml())

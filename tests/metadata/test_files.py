@@ -199,6 +199,16 @@ def test_the_models_own_files_are_never_replaced(tmp_path, name):
     assert (tmp_path / name).read_bytes() == before
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_folder_or_a_device_is_never_replaced(tmp_path, make):
+    decoder.write(tmp_path, decoder.config())
+    make(tmp_path / "there")
+    before = os.lstat(tmp_path / "there").st_mode
+    with pytest.raises(MetadataError, match="not a file to write metadata to"):
+        write_metadata(tmp_path, tmp_path / "there", force=True)
+    assert os.lstat(tmp_path / "there").st_mode == before
+
+
 def test_nothing_is_left_where_writing_fails(tmp_path, monkeypatch):
     decoder.write(tmp_path, decoder.config())
 
