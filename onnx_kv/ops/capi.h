@@ -178,7 +178,8 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_gqa(int32_t device, void* stream, const
 // ---- The end of a decode step (ops/cuda/step.cu) ----
 
 // Chooses every row's next token from its logits and writes it, with the lengths that follow from it, where the next step
-// reads them. Addresses are of device memory; 0 leaves an optional one out. See step_params.cuh.
+// reads them. Addresses are of memory that the device reaches; 0 leaves an optional one out. Logits with a NaN or +inf, or
+// nothing but -inf, choose the token -1. See step_params.cuh.
 struct OnnxKvChoice {
   int32_t dtype;  // of the logits, as onnx_kv::DType
   int32_t batch;
@@ -198,6 +199,7 @@ struct OnnxKvChoice {
   int64_t mask_stride;
   uint64_t ring;   // int64 [batch, ring_size]: chosen token n of a row is at n % ring_size
   uint64_t steps;  // int32 [batch]: how many were chosen
+  uint64_t live;   // int32 [batch], optional: a row with 0 stays as it is
 };
 
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_choice_workspace(int32_t batch, int32_t vocab, uint64_t* bytes);

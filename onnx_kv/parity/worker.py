@@ -22,9 +22,10 @@ def run(configuration: Configuration, prompts: list[list[int]], tokens: int, fol
         try:
             for index, prompt in enumerate(prompts):
                 steps = list(decoder.stream(prompt, max_new_tokens=tokens, stop_tokens=(), logits=True))
-                np.save(
-                    folder / f"logits-{index}.npy", np.concatenate([x.logits for x in steps if x.logits is not None])
-                )
+                logits = np.concatenate([step.logits for step in steps if step.logits is not None])
+                if not np.isfinite(logits).all():
+                    raise ModelOutputError("logits are not finite")
+                np.save(folder / f"logits-{index}.npy", logits)
                 generated.append([token for step in steps for token in step.tokens if token is not None])
         except ModelOutputError as error:
             failure = f"prompt of {len(prompt)} tokens: {error}"

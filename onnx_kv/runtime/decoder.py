@@ -12,11 +12,13 @@ from typing import Any, Self
 
 import numpy.typing as npt
 
+from onnx_kv import cuda
 from onnx_kv.errors import CapacityError, ConfigError
 from onnx_kv.geometry import GrowthPolicy
 from onnx_kv.layout import Side
 from onnx_kv.runtime.cache import KvCache
 from onnx_kv.runtime.config import RuntimeConfig
+from onnx_kv.runtime.cuda_engine import CudaEngine
 from onnx_kv.runtime.host_engine import HostEngine
 from onnx_kv.runtime.model import RuntimeModel
 from onnx_kv.runtime.rows import Engine, FinishReason, Row
@@ -75,7 +77,9 @@ class Decoder:
         self.max_length = _max_length(self.config, self.model)
         self._stock = stock
         self._stats = Stats()
-        self._session = Session(self.model, self.config.device, stock=stock, threads=self.config.threads)
+        device = self.config.device
+        self._stream = None if device.kind == "cpu" else cuda.Stream(device.index)
+        self._session = Session(self.model, device, stock=stock, threads=self.config.threads, stream=self._stream)
         self._rows: list[Row] = []
         self._cache: KvCache | None = None
         self._engine: Engine | None = None
@@ -151,7 +155,7 @@ class Decoder:
     def read_cache(self, row: int = 0) -> list[npt.NDArray[Any]]:
         """Copy a row's keys and values to the host: key, then value, of each layer, `[kv_heads, tokens, head_dim]`.
 
-        They are of the tokens that have been computed: all but the one generated last.
+        They are of the tokens that have been computed, which the one generated last need not be.
         """
         if self._cache is None:
             return []
@@ -213,7 +217,7 @@ class Decoder:
             raise ConfigError("there is nothing to go on with; give a prompt")
         self._set_limits(max_new_tokens)
         stops = self.model.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
-        return self._stream(sampling, stops, logits)
+        return self._generate(sampling, stops, logits)
 
     def close(self) -> None:
         """Give back the cache's memory; the decoder begins anew with its next prompt."""
@@ -247,7 +251,7 @@ class Decoder:
             if max_new_tokens is not None:
                 row.limit = min(row.limit, len(row.tokens) + max_new_tokens)
 
-    def _stream(self, sampling: Sampling, stops: frozenset[int], logits: bool) -> Iterator[Step]:
+    def _generate(self, sampling: Sampling, stops: frozenset[int], logits: bool) -> Iterator[Step]:
         rows, engine = self._rows, self._prefilled()
         started = time.perf_counter()
         for chosen in engine.decode(rows, sampling, logits):
@@ -273,7 +277,7 @@ class Decoder:
         started = time.perf_counter()
         engine, cache = self._fitting_engine()
         cache.rewind([row.cached for row in self._rows])  # the rows, not the cache, know what has been taken back
-        cache.ensure([len(row.tokens) for row in self._rows])
+        engine.make_room([len(row.tokens) for row in self._rows])
         for index, row in enumerate(self._rows):
             # The logits of the last token are wanted, so it is computed again where the cache has it.
             row.cached = min(row.cached, len(row.tokens) - 1)
@@ -292,7 +296,7 @@ class Decoder:
             self._drop_cache()
         if self._cache is None or self._engine is None:
             self._cache = self._make_cache(len(self._rows))
-            self._engine = HostEngine(self._session, self._cache, self._stats)
+            self._engine = self._make_engine(self._cache)
         return self._engine, self._cache
 
     def _make_cache(self, batch: int) -> KvCache:
@@ -312,10 +316,18 @@ class Decoder:
             min_bucket=bucket,
             commit_ahead=config.commit_ahead,
             device=str(config.device),
+            stream=self._stream,
             budget=config.budget,
         )
 
+    def _make_engine(self, cache: KvCache) -> Engine:
+        if self._stream is None:
+            return HostEngine(self._session, cache, self.config.graph, self._stats)
+        return CudaEngine(self._session, cache, self.config.graph, self._stats, self._stream)
+
     def _drop_cache(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
         if self._cache is not None:
             self._stats.absorb(self._cache)
             self._cache.close()

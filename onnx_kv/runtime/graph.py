@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from onnx_kv.errors import ConfigError
 from onnx_kv.runtime.cache import GrowthEvent
@@ -83,7 +83,7 @@ def decline_reason(facts: StepFacts) -> str | None:
 class Graph(Protocol):
     """A captured graph."""
 
-    def launch(self, stream: CaptureStream) -> None:
+    def launch(self, stream: Any, /) -> None:
         """Queue the captured work."""
 
     def close(self) -> None:

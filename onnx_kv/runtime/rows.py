@@ -49,6 +49,13 @@ class Chosen:
 class Engine(Protocol):
     """Runs the model on one kind of device, over the cache it was made with."""
 
+    def make_room(self, lengths: Sequence[int]) -> None:
+        """Make room in the cache for `lengths[row]` tokens of each row.
+
+        Raises:
+            OutOfMemoryError: there is no memory for them; the cache is as it was.
+        """
+
     def prefill(self, row: int, tokens: Sequence[int], past: int) -> None:
         """Put `tokens` of a row behind the `past` tokens that the cache holds of it; keep the last one's logits.
 
@@ -61,4 +68,12 @@ class Engine(Protocol):
         Between two steps the caller appends the tokens to their rows and sets `finish`; it stops asking when it wants
         no more. A row that has finished stays as it is. The engine makes room in the cache before each step and keeps
         `cached` of each row.
+
+        Raises:
+            ModelOutputError: a row's logits have nothing to choose from.
+            OutOfMemoryError: the cache cannot grow; every token before was handed out.
+            NativeError: a run failed.
         """
+
+    def close(self) -> None:
+        """Release what the engine holds; work in flight is waited for."""

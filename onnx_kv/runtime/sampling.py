@@ -60,13 +60,13 @@ class HostSampler:
         """Return a token for each of `rows`, given the logits of all rows ([rows, vocabulary], any float type).
 
         Raises:
-            ModelOutputError: a logit of one of the rows is not finite.
+            ModelOutputError: the logits of one of the rows have nothing to choose from.
         """
         return [self._choose(logits[row], row) for row in rows]
 
     def _choose(self, logits: npt.NDArray[Any], row: int) -> int:
         values = logits.astype(np.float32)
-        check_finite(values, row)
+        check_logits(values, row)
         if self._sampling.greedy:
             return int(values.argmax())
         probabilities = self._probabilities(values.astype(np.float64))
@@ -89,12 +89,12 @@ class HostSampler:
         return weights
 
 
-def check_finite(logits: npt.NDArray[Any], row: int) -> None:
-    """Raise ModelOutputError where a row of logits has a NaN or an infinity."""
-    finite = np.isfinite(logits)
-    if not finite.all():
-        token, count = int(finite.argmin()), int(np.count_nonzero(~finite))
+def check_logits(logits: npt.NDArray[Any], row: int) -> None:
+    """Raise ModelOutputError where a row of logits has a NaN or +inf, or nothing but -inf, which bars a token."""
+    bad = ~(logits < np.inf)
+    if bad.any() or np.isneginf(logits).all():
+        token = int(bad.argmax())
         raise ModelOutputError(
-            f"the model's logits of row {row} are not finite: {logits[token]} at token {token}, and {count} of "
-            f"{len(logits)} in all; the weights or a kernel are at fault, or float16 overflowed"
+            f"the model's logits of row {row} are not finite: {logits[token]} at token {token}; the weights or a "
+            "kernel are at fault, or float16 overflowed"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onnx_kv.cuda import Stream
 from onnx_kv.errors import ModelDirError, NativeError, RuntimeSetupError
 from onnx_kv.ops import library_path
 from onnx_kv.runtime.binding import Binding
@@ -23,6 +24,7 @@ _ELEMENT_TYPES = {"float16": 10, "bfloat16": 16, "float32": 1, "int32": 6, "int6
 """The numbers of ONNX's TensorProto.DataType: I/O binding takes bfloat16 in no other way."""
 
 _CUDA_PROVIDER = "CUDAExecutionProvider"
+_SHAPE_ARITHMETIC = frozenset({"Cast", "Concat", "Constant", "Gather", "Shape", "Slice", "Squeeze", "Unsqueeze"})
 _TENSOR_TYPES = {"float": "float32", "double": "float64"}
 
 
@@ -33,7 +35,13 @@ class Session:
     """
 
     def __init__(
-        self, model: RuntimeModel, device: Device, *, stock: bool = False, threads: int = 0, stream: int = 0
+        self,
+        model: RuntimeModel,
+        device: Device,
+        *,
+        stock: bool = False,
+        threads: int = 0,
+        stream: Stream | None = None,
     ) -> None:
         """Load the model.
 
@@ -47,6 +55,7 @@ class Session:
         options = self._ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if not stock:
             self._register_kernels(options)
         try:
@@ -67,15 +76,15 @@ class Session:
         if device.kind == "cuda":
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
-    def _providers(self, stream: int) -> list[Any]:
-        if self.device.kind == "cpu":
+    def _providers(self, stream: Stream | None) -> list[Any]:
+        if stream is None:
             return ["CPUExecutionProvider"]
         if _CUDA_PROVIDER not in self._ort.get_available_providers():
             raise RuntimeSetupError(
                 f"ONNX Runtime {self._ort.__version__} is installed without CUDA: "
                 "pip uninstall -y onnxruntime && pip install 'onnxruntime-gpu[cuda,cudnn]'"
             )
-        cuda = {"device_id": str(self.device.index), "user_compute_stream": str(stream)}
+        cuda = {"device_id": str(self.device.index), "user_compute_stream": str(stream.handle)}
         return [(_CUDA_PROVIDER, cuda), "CPUExecutionProvider"]
 
     def _register_kernels(self, options: Any) -> None:
@@ -92,6 +101,21 @@ class Session:
                 f"{self.model.directory.model_file} needs inputs that the metadata does not describe: "
                 f"{', '.join(sorted(unknown))}"
             )
+
+    def foreign_nodes(self) -> tuple[str, ...]:
+        """Nodes that another provider than CUDA runs, but for arithmetic on shapes, which comes out the same each step.
+
+        Empty before ONNX Runtime 1.24, which does not say.
+        """
+        if not hasattr(self._session, "get_provider_graph_assignment_info"):
+            return ()
+        return tuple(
+            f"{node.name or node.op_type} ({node.op_type})"
+            for part in self._session.get_provider_graph_assignment_info()
+            if part.ep_name != _CUDA_PROVIDER
+            for node in part.get_nodes()
+            if node.op_type not in _SHAPE_ARITHMETIC
+        )
 
     def run(self) -> Run:
         """Return a run with nothing bound yet."""

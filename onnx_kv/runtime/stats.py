@@ -93,7 +93,6 @@ class Stats:
     def absorb(self, cache: KvCache) -> None:
         """Add what a cache has counted; for one that is about to go, since its own counters go with it."""
         self.growth_events += cache.counters.growth_events
-        self.growth_keeps += cache.counters.growth_keeps
         self.kv_bytes_moved += cache.counters.bytes_moved
         self.kv_bytes_copied += cache.counters.bytes_copied
         if cache.backing is not None:

@@ -37,10 +37,23 @@ def test_lowest_index_wins_ties(stream: cuda.Stream) -> None:
     assert draw(GREEDY, logits, stream).tolist() == [[123]]
 
 
-def test_negative_infinity_and_nan_are_never_chosen(stream: cuda.Stream) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 5, 0.9, 3)])
+def test_negative_infinity_is_never_chosen(stream: cuda.Stream, sampling: Sampling) -> None:
     logits = np.full((1, 4000), -np.inf, np.float32)
-    logits[0, 5], logits[0, 77] = np.nan, -1e30
-    assert draw(GREEDY, logits, stream).tolist() == [[77]]
+    logits[0, 77] = -1e30
+    assert draw(sampling, logits, stream).tolist() == [[77]]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 5, 0.9, 3)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_to_choose_nothing_from_give_no_token(stream: cuda.Stream, sampling: Sampling, bad: float) -> None:
+    logits = np.zeros((2, 4000), np.float16)
+    logits[1, 5] = bad
+    if bad == -np.inf:
+        logits[1] = bad
+    first, second = draw(sampling, logits, stream)[:, 0].tolist()
+    assert first >= 0
+    assert second == -1
 
 
 def test_inputs_of_the_next_step(stream: cuda.Stream) -> None:
@@ -58,6 +71,23 @@ def test_inputs_of_the_next_step(stream: cuda.Stream) -> None:
     assert cuda.copy_to_host(sampler.seqlens_k, np.int32, (2,), stream).tolist() == [5, 12]
     assert mask.sum(axis=1).tolist() == [6, 13]  # the slots up to the next token's, and no other
     assert (mask == (np.arange(16) <= [[5], [12]])).all()
+
+
+def test_a_row_that_is_held_stays_as_it_is(stream: cuda.Stream) -> None:
+    logits = np.random.default_rng(0).normal(size=(2, 500)).astype(np.float32)
+    sampler = DeviceSampler(GREEDY, 2, 500, "float32", stream, mask_slots=16)
+    sampler.start([9, 8], [3, 10])
+    on_device = cuda.copy_to_device(logits, stream)
+    sampler.choose(on_device.address, 500)
+    sampler.hold(1, 7, 10)
+    sampler.choose(on_device.address, 500)
+    stream.synchronize()
+    assert sampler.attention_mask is not None
+    assert cuda.copy_to_host(sampler.input_ids, np.int64, (2,), stream).tolist() == [int(logits[0].argmax()), 7]
+    assert cuda.copy_to_host(sampler.position_ids, np.int64, (2,), stream).tolist() == [5, 10]
+    assert cuda.copy_to_host(sampler.seqlens_k, np.int32, (2,), stream).tolist() == [5, 10]
+    mask = cuda.copy_to_host(sampler.attention_mask, np.int64, (2, 16), stream)
+    assert (mask == (np.arange(16) <= [[5], [10]])).all()
 
 
 def test_top_k_keeps_the_largest(stream: cuda.Stream) -> None:

@@ -31,7 +31,8 @@ void Launch(const OnnxKvChoice& choice, CUstream stream) {
                   choice.mask_stride,
                   reinterpret_cast<int64_t*>(choice.ring),
                   choice.ring_size,
-                  reinterpret_cast<int32_t*>(choice.steps)};
+                  reinterpret_cast<int32_t*>(choice.steps),
+                  reinterpret_cast<const int32_t*>(choice.live)};
   void* arguments[] = {&logits, &row_stride, &vocab, &partial, &tickets, &sampling, &state};
   CU_CHECK(cuLaunchKernel, kernel, blocks, choice.batch, 1, kStepThreads, 1, 1, 0, stream, arguments, nullptr);
 }

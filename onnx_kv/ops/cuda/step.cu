@@ -18,9 +18,9 @@ constexpr int kThreads = onnx_kv::cuda::kStepThreads;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBins = 256;
 
-// Orders floats as unsigned integers: larger logit, larger key. NaN counts as the smallest, so that it is never chosen.
+// Orders floats as unsigned integers: larger logit, larger key. NaN counts as the largest, so that it is never overlooked.
 __device__ __forceinline__ uint32 Key(float value) {
-  if (value != value) return 0;
+  if (value != value) return 0xffffffffu;
   const uint32 bits = __float_as_uint(value);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -170,10 +170,13 @@ __device__ uint32 Sample(const Element* row, int vocab, const Sampling& params, 
   return Draw(row, vocab, floor, highest, inverse, Random(params.seed, row_index, step), best_index, scratch);
 }
 
+// Whether a row whose largest key is this has a token to choose: not with NaN or +inf, nor with -inf alone.
+__device__ __forceinline__ bool CanChoose(uint32 largest) { return largest > 0x007fffffu && largest < 0xff800000u; }
+
 __device__ void Advance(const StepState& state, int row, int64_t token) {
   const int step = state.steps[row]++;
   state.ring[static_cast<int64_t>(row) * state.ring_size + step % state.ring_size] = token;
-  state.input_ids[row] = token;
+  state.input_ids[row] = token == onnx_kv::cuda::kNoToken ? 0 : token;  // the host will see it; the model must not
   const int64_t place = ++state.seqlens_k[row];
   if (state.position_ids != nullptr) ++state.position_ids[row];
   if (state.attention_mask != nullptr && place < state.mask_stride) {
@@ -214,10 +217,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     best = candidate > best ? candidate : best;
   }
   best = BlockMax(best, scratch);
-  uint32 token = 0xffffffffu - static_cast<uint32>(best);
-  if (params.temperature > 0) token = Sample(values, vocab, params, best, row, state.steps[row], scratch);
+  int64_t token = onnx_kv::cuda::kNoToken;
+  if (CanChoose(static_cast<uint32>(best >> 32))) {
+    token = params.temperature > 0 ? Sample(values, vocab, params, best, row, state.steps[row], scratch)
+                                   : 0xffffffffu - static_cast<uint32>(best);
+  }
   if (threadIdx.x == 0) {
     tickets[row] = 0;
-    Advance(state, row, token);
+    if (state.live == nullptr || state.live[row] != 0) Advance(state, row, token);
   }
 }

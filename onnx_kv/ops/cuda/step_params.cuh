@@ -9,7 +9,11 @@ namespace onnx_kv::cuda {
 
 constexpr int kStepThreads = 1024;
 
-// The rows' inputs of the next step. `ring` keeps the last `ring_size` tokens of every row for the host to read.
+// Chosen where a row's logits have a NaN or +inf, or nothing but -inf: no token.
+constexpr int64_t kNoToken = -1;
+
+// The rows' inputs of the next step. `ring` keeps the last `ring_size` tokens of every row for the host to read; it and
+// `live` may be host memory that the device reaches.
 struct StepState {
   int64_t* input_ids;       // [batch]: the token that the next step reads
   int64_t* position_ids;    // [batch] or null
@@ -19,6 +23,7 @@ struct StepState {
   int64_t* ring;            // [batch, ring_size]
   int32_t ring_size;
   int32_t* steps;  // [batch]: tokens chosen so far; the sampler's counter and the ring's index
+  const int32_t* live;  // [batch] or null: a row with 0 stays as it is
 };
 
 struct Sampling {
