@@ -16,7 +16,6 @@ One thread at a time uses a cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +32,7 @@ from onnx_kv.runtime.backing import Backing
 from onnx_kv.runtime.binding import Binding
 from onnx_kv.runtime.commit_ahead import CommitAhead
 from onnx_kv.runtime.growth import Moved, make_growth
+from onnx_kv.runtime.growth_event import CacheCounters, GrowthEvent
 from onnx_kv.runtime.row_access import RowAccess
 from onnx_kv.runtime.transfer import transfer_for
 
@@ -42,37 +42,6 @@ DTYPES: dict[str, npt.DTypeLike] = {
     "bfloat16": ml_dtypes.bfloat16,
 }
 """Element types of a cache, as graphs name them."""
-
-
-@dataclass(frozen=True)
-class GrowthEvent:
-    """The longest row outgrew its bucket.
-
-    `bytes_moved` counts the live bytes of memory that was re-strided or reallocated; `bytes_copied` those of them that
-    had to be copied, since a growth in place leaves each reservation's first stripe where it is.
-    """
-
-    old_capacity: int
-    new_capacity: int
-    bytes_moved: int
-    bytes_copied: int
-    before: tuple[Binding, ...]
-    after: tuple[Binding, ...]
-
-    @property
-    def kept(self) -> bool:
-        """Whether every binding is the same, so that a captured graph stays valid."""
-        return self.before == self.after
-
-
-@dataclass
-class CacheCounters:
-    """What growth has done since the cache was made."""
-
-    growth_events: int = 0
-    growth_keeps: int = 0
-    bytes_moved: int = 0
-    bytes_copied: int = 0
 
 
 class KvCache:
@@ -135,6 +104,7 @@ class KvCache:
         self._lengths = [0] * batch
         self._bucket = next_bucket(0, min_bucket, max_length)
         self._bindings = self._bind()
+        self._quiet = [0] * batch  # lengths up to which `ensure` has nothing to do, which is most of the time
 
     @property
     def batch(self) -> int:
@@ -181,6 +151,11 @@ class KvCache:
             CapacityError: a row would be longer than `max_length`.
             OutOfMemoryError, DriverError: the memory cannot be had. The rows are as they were.
         """
+        if len(lengths) == self.batch and all(
+            old <= new <= quiet for old, new, quiet in zip(self._lengths, lengths, self._quiet, strict=True)
+        ):
+            self._lengths = list(lengths)
+            return None
         wanted = self._checked(lengths)
         event = self._make_room(wanted)
         self._lengths = wanted
@@ -213,6 +188,7 @@ class KvCache:
             self._growth.trim(self._lengths)
         finally:
             self._bindings = self._bind()
+            self._quiet = [0] * self.batch
         self._bucket = next_bucket(max(self._lengths), self._min_bucket, self.max_length)
         if self.backing is not None and self._ahead is not None:
             self._ahead.restart()
@@ -312,6 +288,7 @@ class KvCache:
             moved = self._grow(wanted)
         elif self._ahead is not None:
             self._ahead.step(wanted)
+        self._quiet = self._quiet_lengths(wanted)
         if longest <= bucket:
             return None
         self._bucket = next_bucket(longest, self._min_bucket, self.max_length)
@@ -325,6 +302,7 @@ class KvCache:
         return event
 
     def _grow(self, wanted: Sequence[int]) -> Moved:
+        place = self.capacity, self._growth.addresses
         try:
             moved = self._growth.grow(self._lengths, wanted)
         except NativeError as error:
@@ -332,8 +310,19 @@ class KvCache:
                 f"the cache cannot grow from {max(self._lengths)} to {max(wanted)} tokens (batch {self.batch}, "
                 f"{self.physical_bytes:,} bytes held): {error}"
             ) from error
-        self._bindings = self._bind()
+        if (
+            self.capacity,
+            self._growth.addresses,
+        ) != place:  # an equal signature stays the same object: cheap to compare
+            self._bindings = self._bind()
         return moved
+
+    def _quiet_lengths(self, lengths: Sequence[int]) -> list[int]:
+        boundaries = self._growth.boundaries(lengths)
+        if self._ahead is None or not boundaries:
+            return [min(self._bucket, self.capacity)] * self.batch
+        ends = [self._ahead.quiet_until(part, at) for part, (at, _) in enumerate(boundaries)]
+        return [min(self._bucket, end) for end in (ends if len(ends) == self.batch else ends * self.batch)]
 
     def _bind(self, row: int | None = None) -> tuple[Binding, ...]:
         geometry, capacity, addresses = self.geometry, self.capacity, self._growth.addresses

@@ -41,6 +41,11 @@ class CommitAhead:
             if share and not self._commit(share):
                 pieces.clear()
 
+    def quiet_until(self, part: int, at: int) -> int:
+        """Tokens up to which a part that grows beyond `at` needs no step."""
+        prepared = self._prepared.get(part)
+        return at if prepared is not None and prepared[0] == at and not prepared[1] else at - self._distance
+
     def _commit(self, pieces: Sequence[Piece]) -> bool:
         ranges: list[list[ByteRange]] = [[] for _ in self._backing.reservations]
         for reservation, piece in pieces:

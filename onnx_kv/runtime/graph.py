@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from onnx_kv.errors import ConfigError
-from onnx_kv.runtime.cache import GrowthEvent
 from onnx_kv.runtime.config import GraphMode
+from onnx_kv.runtime.growth_event import GrowthEvent
 from onnx_kv.runtime.stats import Stats
 
 WARM_UP_RUNS = 2

@@ -1,0 +1,38 @@
+"""What a growth of the cache was, and what growths have been so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnx_kv.runtime.session import Binding
+
+
+@dataclass(frozen=True)
+class GrowthEvent:
+    """The longest row outgrew its bucket.
+
+    `bytes_moved` counts the live bytes of memory that was re-strided or reallocated; `bytes_copied` those of them that
+    had to be copied, since a growth in place leaves each reservation's first stripe where it is.
+    """
+
+    old_capacity: int
+    new_capacity: int
+    bytes_moved: int
+    bytes_copied: int
+    before: tuple[Binding, ...]
+    after: tuple[Binding, ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether every binding is the same, so that a captured graph stays valid."""
+        return self.before == self.after
+
+
+@dataclass
+class CacheCounters:
+    """What growth has done since the cache was made."""
+
+    growth_events: int = 0
+    growth_keeps: int = 0
+    bytes_moved: int = 0
+    bytes_copied: int = 0
