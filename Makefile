@@ -24,7 +24,7 @@ gpu-test: $(CUDA)/installed
 	$(CUDA)/bin/python -m pytest tests/gpu
 
 docs: $(DOCS)/installed
-	$(DOCS)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 clean:
 	rm -rf $(CPU) $(CUDA) $(DOCS) build demo-out site

@@ -141,7 +141,7 @@ def _pinned_table(sweep: Sweep) -> Table:
     table = Table(
         "smallest bucket",
         *(f"{layout.cli_name}, bucket" for layout in layouts),
-        title=f"(a) Smallest bucket pinned, {sweep.knobs.contexts[0]:,} tokens: granules measured / planned",
+        title="(a) Smallest bucket pinned: granules measured / planned",
     )
     for size in sweep.knobs.capacities:
         table.add_row(f"{size:,}", *(_cell(sweep, point) for point in sweep.pinned if point.min_bucket == size))

@@ -49,15 +49,18 @@ def plot_committed(
             committed_bytes(geometry, policy, length, model.max_length, min_bucket, granule) / 2**20
             for length in lengths
         ]
-        dashes = "-" if policy is GrowthPolicy.FIXED_STRIDE else "--"
+        # Dashed and on top, since a packed bucket often commits what seq-major does.
+        dashes, order = ("-", 2) if policy is GrowthPolicy.FIXED_STRIDE else ("--", 3)
         label = f"{layout.cli_name}, {policy}"
-        (line,) = axes.step(lengths, committed, dashes, where="post", label=label)
+        (line,) = axes.step(lengths, committed, dashes, where="post", label=label, zorder=order)
         colors[layout, policy] = line.get_color()
     live = [geometry.token_bytes * batch * length / 2**20 for length in lengths]
     axes.plot(lengths, live, color="black", linestyle=":", label="live bytes")
     for index, (layout, policy, length, nbytes) in enumerate(measured):
         label = "_" if index else "measured"  # matplotlib leaves "_" out of the legend
-        axes.plot(length, nbytes / 2**20, "o", color=colors[layout, policy], markeredgecolor="black", label=label)
+        axes.plot(
+            length, nbytes / 2**20, "o", color=colors[layout, policy], markeredgecolor="black", label=label, zorder=4
+        )
     axes.set(xscale="log", yscale="log", xlabel="tokens a sequence", ylabel="committed MiB")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda number, _: f"{number:,.10g}")

@@ -18,6 +18,7 @@ from onnx_kv.planning.plot import new_figure, save_figure
 from onnx_kv.planning.source import ModelCache
 
 _SMALLEST = 1e-12
+_EMPTY_TO_FULL = ("#d7301f", "#fdae61", "#2166ac")
 _WIDEST = 32
 """Most windows beside each other in the picture; a reservation with more of them goes on in the next line."""
 
@@ -45,21 +46,23 @@ def plot_window_map(model: ModelCache, path: Path, *, length: int, batch: int, g
         ConfigError: the file cannot be written, or has another suffix than pictures have.
     """
     figure = new_figure(10, 5.5)
-    from matplotlib import colormaps, ticker  # new_figure has told that there is one
+    from matplotlib import colors, ticker  # new_figure has told that there is one
 
-    colors = colormaps["RdYlBu"].with_extremes(under="0.92", bad="white")
+    palette = colors.LinearSegmentedColormap.from_list("live", _EMPTY_TO_FULL).with_extremes(under="0.9", bad="white")
     panels = figure.subplots(1, len(KvLayout))
     for axes, layout in zip(panels, KvLayout, strict=True):
         geometry = CacheGeometry(layout, model.layers, model.element_size, batch)
         live = geometry.token_bytes * batch * length
         grid = _folded(_windows(geometry, model.max_length, length, granule))
         committed = geometry.physical_bytes(GrowthPolicy.FIXED_STRIDE, model.max_length, [length] * batch, granule)
-        image = axes.imshow(grid, cmap=colors, vmin=_SMALLEST, vmax=1, aspect="auto", interpolation="nearest")
+        image = axes.imshow(grid, cmap=palette, vmin=_SMALLEST, vmax=1, aspect="auto", interpolation="nearest")
         axes.set_title(
             f"{layout.cli_name}\n{committed // granule:,} granules, {committed / 2**20:,.4g} MiB\n"
             f"{live / committed:.0%} of it live",
             fontsize=10,
         )
+        for edge in range(1, grid.shape[1]):
+            axes.axvline(edge - 0.5, color="white", linewidth=0.6)
         axes.set_ylabel(_rows_of(layout, grid.shape[1]), fontsize=8)
         axes.set_xlabel("window", fontsize=8)
         for axis in (axes.xaxis, axes.yaxis):
