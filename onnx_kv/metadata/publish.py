@@ -32,7 +32,8 @@ def write_metadata(
     if not force and os.path.lexists(target):
         raise MetadataError(f"{target} exists; replace it with --force")
     special = os.path.exists(target) and not os.path.isfile(target)
-    if special or target.name == CONFIG_FILE or target.suffix == ".onnx":
+    named_link = output is not None and os.path.islink(target)  # /dev/stdout; the directory's own is a hub cache's
+    if special or named_link or target.name == CONFIG_FILE or target.suffix == ".onnx":
         raise MetadataError(f"{target} is not a file to write metadata to; its usual name is {FILE_NAME}")
     metadata = generate_metadata(model_dir, full=full)
     replace_text(target, metadata.to_yaml())

@@ -199,9 +199,10 @@ def test_the_models_own_files_are_never_replaced(tmp_path, name):
     assert (tmp_path / name).read_bytes() == before
 
 
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_folder_or_a_device_is_never_replaced(tmp_path, make):
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("file")])
+def test_a_folder_a_device_or_a_link_is_never_replaced(tmp_path, make):
     decoder.write(tmp_path, decoder.config())
+    (tmp_path / "file").touch()
     make(tmp_path / "there")
     before = os.lstat(tmp_path / "there").st_mode
     with pytest.raises(MetadataError, match="not a file to write metadata to"):
