@@ -4,6 +4,8 @@ PYTHON ?= python3
 CPU := .venv
 CUDA := .venv-cuda
 DOCS := .venv-docs
+# The oldest and the newest ONNX Runtime that the op library is tested with, besides the one installed.
+ORT_VERSIONS := 1.23.2 1.32.0
 SOURCES := pyproject.toml CMakeLists.txt $(shell find onnx_kv cmake \
 	-name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name 'CMakeLists.txt')
 
@@ -12,13 +14,17 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find onnx_kv cmake \
 demo: $(CPU)/installed
 	PATH="$(CURDIR)/$(CPU)/bin:$$PATH" bash scripts/demo.sh
 
-test: lint $(CPU)/installed
+test: lint $(CPU)/installed $(ORT_VERSIONS:%=$(CPU)/ort-%)
 	$(CPU)/bin/python -m pytest
 
 lint: $(CPU)/installed
 	$(CPU)/bin/ruff check .
 	$(CPU)/bin/ruff format --check .
 	$(CPU)/bin/mypy
+
+$(CPU)/ort-%: | $(CPU)/installed
+	$(CPU)/bin/python -m pip install --quiet --no-deps --target $@ onnxruntime==$* \
+		|| echo "onnxruntime $* has no wheel for this Python: its test will be skipped"
 
 gpu-test: $(CUDA)/installed
 	$(CUDA)/bin/python -m pytest tests/gpu

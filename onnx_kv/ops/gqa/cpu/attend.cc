@@ -216,7 +216,7 @@ void ClearPadding(const GqaParams& p, const std::vector<Lengths>& lengths) {
 
 void Attend(const GqaParams& params, const std::string& node, const ParallelFor& parallel_for) {
   const std::vector<Lengths> lengths = CheckLengths(params, node);
-  const Kernels& kernels = BestKernels();
+  const Kernels& kernels = ChosenKernels();
   Append(params, lengths, kernels, parallel_for);
   ClearPadding(params, lengths);
   Attention(params, lengths, kernels).Run(parallel_for);

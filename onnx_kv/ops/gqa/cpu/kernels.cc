@@ -1,28 +1,48 @@
 #include "onnx_kv/ops/gqa/cpu/kernels.h"
 
 #include <cstdlib>
+#include <string>
 #include <string_view>
+#include <vector>
+
+#include "onnx_kv/ops/status.h"
 
 namespace onnx_kv::cpu {
 namespace {
 
-const Kernels& Choose() {
+// Those that this processor can run, the best first.
+std::vector<const Kernels*> Usable() {
+  std::vector<const Kernels*> usable;
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
-    return kAvx512Kernels;
+    usable.push_back(&kAvx512Kernels);
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    return kAvx2Kernels;
+    usable.push_back(&kAvx2Kernels);
   }
 #endif
-  return kPortableKernels;
+  usable.push_back(&kPortableKernels);
+  return usable;
+}
+
+const Kernels& Choose() {
+  const std::vector<const Kernels*> usable = Usable();
+  const char* wanted = std::getenv("ONNX_KV_CPU_KERNELS");
+  if (wanted == nullptr) return *usable.front();
+  std::string names;
+  for (const Kernels* kernels : usable) {
+    if (std::string_view(wanted) == kernels->name) return *kernels;
+    names += std::string(names.empty() ? "" : ", ") + kernels->name;
+  }
+  throw Error(ONNX_KV_INVALID_ARGUMENT,
+              std::string("ONNX_KV_CPU_KERNELS is ") + wanted + ", but this processor can run: " + names);
 }
 
 }  // namespace
 
-const Kernels& BestKernels() {
-  static const Kernels& best = Choose();
-  return best;
+const Kernels& ChosenKernels() {
+  static const Kernels& chosen = Choose();
+  return chosen;
 }
 
 }  // namespace onnx_kv::cpu

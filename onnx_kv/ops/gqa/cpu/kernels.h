@@ -66,8 +66,9 @@ struct Kernels {
   void (*finish)(const State& state, int row, int head_dim, float sink);
 };
 
-// The kernels for the best instruction set that this processor has.
-const Kernels& BestKernels();
+// The kernels for the best instruction set that this processor has, or for the one that the environment variable
+// ONNX_KV_CPU_KERNELS names, which is read once. Throws Error where it names none that can be run here.
+const Kernels& ChosenKernels();
 
 extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
