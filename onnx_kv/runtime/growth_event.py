@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnx_kv.runtime.session import Binding
+from onnx_kv.runtime.binding import Binding
 
 
 @dataclass(frozen=True)
