@@ -3,9 +3,12 @@
 Lets a benchmark model travel as its graph alone: the same seed gives the same bytes on every machine. Needs numpy and
 onnx_ir, not the exporter.
 
-What a tensor is, is read from the exporter's names. Matrices `[inputs, outputs]` have unit gain (standard deviation
-1 / sqrt(inputs)), the head three times that, embeddings 1; norm weights lie around 1, biases around 0; the rotary
-tables are the real ones, unscaled. Anything else is refused, as is a tensor that is not a 16- or 32-bit float.
+What a tensor is, is read from the exporter's names. Matrices `[inputs, outputs]` have a standard deviation of gain /
+sqrt(inputs). The gain is 1, so that activations keep their size, but 3 for the head, which gives the logits a real
+model's spread; attention gets 2 on its way in and 1/2 on its way out, because with flat weights it would make all
+positions alike after some layers, and a greedy model would repeat one token for ever. Norm weights lie around 1, biases
+around 0; the rotary tables are the real ones, unscaled. Anything else is refused, as is a tensor that is not a 16- or
+32-bit float.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 CHUNK = 1 << 24  # elements drawn at once; bounds the memory, and is part of what a seed means
+GAINS = {"lm_head": 3.0, "qkv_proj": 2.0, "o_proj": 0.5}
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -88,7 +92,8 @@ def _chunks(tensor: ir.ExternalTensor, seed: int, rope_theta: float) -> Iterator
     elif "embed_tokens" in name:
         mean, deviation = 0.0, 1.0
     else:
-        mean, deviation = 0.0, (3.0 if name.startswith("lm_head") else 1.0) / math.sqrt(shape[0])
+        gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
+        mean, deviation = 0.0, gain / math.sqrt(shape[0])
     # One stream a tensor, so that its content depends on nothing but the seed, its name and its shape.
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     for start in range(0, math.prod(shape), CHUNK):

@@ -48,7 +48,7 @@ def test_numbers_are_of_sensible_sizes_and_tables_are_real(tmp_path: Path) -> No
     fill(tmp_path, seed=0, rope_theta=10000.0)
     spread = {name: read(tmp_path, name).astype(np.float64).std() for name in TENSORS}
     assert spread["model.embed_tokens.weight"] == pytest.approx(1, rel=0.05)
-    assert spread["model.layers.0.attn.qkv_proj.MatMul.weight"] == pytest.approx(1 / 20, rel=0.05)
+    assert spread["model.layers.0.attn.qkv_proj.MatMul.weight"] == pytest.approx(2 / 20, rel=0.05)
     assert spread["lm_head.MatMul.weight"] == pytest.approx(3 / 8, rel=0.05)
     assert read(tmp_path, "model.layers.0.input_layernorm.weight").astype(np.float64).mean() == pytest.approx(1, 0.02)
     angles = np.arange(128)[:, None] * 10000.0 ** (-np.arange(0, 16, 2) / 16)
