@@ -59,12 +59,15 @@ class Decoder:
         print(decoder.tokenizer.decode(answer.tokens))
     """
 
-    def __init__(self, model_dir: str | Path, *, stock: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, model_dir: str | Path, *, stock: bool = False, profile: Path | None = None, **settings: Any
+    ) -> None:
         """Load the model.
 
         Args:
             model_dir: a model directory, patched or not.
             stock: run ONNX Runtime's own attention kernels in place of ours, for comparison; head-major only.
+            profile: let ONNX Runtime time every node and write files that begin like this; `end_profile` tells which.
             **settings: `device`, `kv_layout`, `growth`, … as in `onnx_kv.runtime.config`.
 
         Raises:
@@ -79,7 +82,9 @@ class Decoder:
         self._stats = Stats()
         device = self.config.device
         self._stream = None if device.kind == "cpu" else cuda.Stream(device.index)
-        self._session = Session(self.model, device, stock=stock, threads=self.config.threads, stream=self._stream)
+        self._session = Session(
+            self.model, device, stock=stock, threads=self.config.threads, stream=self._stream, profile=profile
+        )
         self._rows: list[Row] = []
         self._cache: KvCache | None = None
         self._engine: Engine | None = None
@@ -218,6 +223,10 @@ class Decoder:
         self._set_limits(max_new_tokens)
         stops = self.model.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
         return self._generate(sampling, stops, logits)
+
+    def end_profile(self) -> Path:
+        """End the profile that was asked for, and return ONNX Runtime's file: a JSON list of trace events."""
+        return self._session.end_profile()
 
     def close(self) -> None:
         """Give back the cache's memory; the decoder begins anew with its next prompt."""
