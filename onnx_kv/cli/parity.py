@@ -90,11 +90,13 @@ def _progress() -> Iterator[Any]:
 
 
 def _print(report: ParityReport) -> None:
-    table = Table("configuration", "layout", "prompt", "steps", "tokens", "logits", "first difference", box=None)
+    table = Table(
+        "configuration", "layout", "prompt", "steps", "tokens", "logits and cache", "first difference", box=None
+    )
     for verdict in report.verdicts:
         name, layout = verdict.configuration.name, verdict.recording.layout
         if verdict.reference is None:
-            lengths = len(verdict.recording.tokens)
+            lengths = len(verdict.recording.runs)
             table.add_row(name, layout, f"{lengths} prompts", str(report.tokens), "reference", "reference", "")
         for prompt in verdict.prompts:
             table.add_row(name, layout, str(prompt.prompt_length), str(prompt.steps), *_cells(prompt))
@@ -108,9 +110,7 @@ def _print(report: ParityReport) -> None:
 def _cells(prompt: PromptComparison) -> tuple[str, str, str]:
     """What the table says of a prompt: tokens, logits, first difference."""
     tokens = "same" if prompt.first_token_difference is None else "differ"
-    logits = (
-        "bitwise equal" if prompt.first_logit_difference is None else f"within {prompt.relative:.1e} of the largest"
-    )
+    logits = "bitwise equal" if prompt.bitwise else f"within {prompt.relative:.1e} of the largest"
     first = prompt.first_token_difference or prompt.first_logit_difference
     return tokens, logits, "" if first is None else _difference(first)
 
@@ -120,6 +120,6 @@ def _difference(first: Difference) -> str:
 
 
 def _conclusion(verdict: Verdict) -> str:
-    wanted = "bit for bit" if verdict.exact else f"tokens, and logits within {verdict.tolerance:g} of the largest"
+    wanted = "bit for bit" if verdict.exact else f"tokens; logits and cache within {verdict.tolerance:g} of the largest"
     outcome = "same as" if verdict.same else "DIFFERENT from"
     return f"{verdict.configuration.name}: {outcome} {verdict.reference} ({wanted})"

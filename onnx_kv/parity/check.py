@@ -9,12 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from onnx_kv.errors import CapacityError, ConfigError, ModelDirError, ParityError
 from onnx_kv.layout import KvLayout
 from onnx_kv.parity.compare import compare_prompt
-from onnx_kv.parity.configuration import Configuration, Recording, record
+from onnx_kv.parity.configuration import Configuration, Job, Recording, record
+from onnx_kv.parity.prompts import random_prompts
 from onnx_kv.parity.report import ParityReport, Verdict
 from onnx_kv.passes import StampKvLayout
 from onnx_kv.patching import patch_model
@@ -23,7 +22,6 @@ from onnx_kv.runtime.model import RuntimeModel
 LAYOUTS = ("head-major", "seq-major")
 PROMPT_LENGTHS = (1, 17, 300)
 TOKENS = 64
-_SEED = 20_240_229  # prompts are the same in every check of a model
 
 
 def check_parity(
@@ -75,7 +73,8 @@ def check_parity(
         for index, configuration in enumerate(planned):
             if on_run is not None:
                 on_run(configuration.name)
-            recordings.append(record(configuration, prompts, tokens, Path(name) / f"run-{index}"))
+            job = Job(configuration, [[prompt] for prompt in prompts], tokens)
+            recordings.append(record(job, Path(name) / f"run-{index}"))
         _refuse_equal_runs(planned, recordings)
         return ParityReport(_verdicts(planned, recordings, prompts), tokens)
 
@@ -112,18 +111,16 @@ class _Copies:
 
 
 def _prompts(model: RuntimeModel, tokens: int, lengths: Sequence[int]) -> list[list[int]]:
-    if tokens < 1 or not lengths or min(lengths) < 1:
-        raise ConfigError(f"tokens={tokens}, prompt lengths {list(lengths)}: each must be at least 1")
-    if model.vocabulary is None:
-        raise ConfigError(f"{model.directory.path} says nowhere how many tokens its vocabulary has")
+    prompts = random_prompts(model, lengths)
+    if tokens < 1:
+        raise ConfigError(f"tokens={tokens}: must be at least 1")
     most = model.metadata.max_sequence_length
     if max(lengths) + tokens > most:
         raise CapacityError(
             f"a prompt of {max(lengths)} tokens and {tokens} to generate need {max(lengths) + tokens}, and "
             f"{model.directory.path} has room for {most}"
         )
-    generator = np.random.default_rng(_SEED)
-    return [[int(token) for token in generator.integers(0, model.vocabulary, length)] for length in lengths]
+    return prompts
 
 
 def _refuse_equal_runs(planned: Sequence[Configuration], recordings: Sequence[Recording]) -> None:
@@ -144,14 +141,9 @@ def _verdicts(
     reference = recordings[0]
     verdicts = []
     for index, (configuration, recording) in enumerate(zip(planned, recordings, strict=True)):
-        # A run that failed has fewer prompts; those before the failure are compared all the same.
-        both = range(min(len(reference.tokens), len(recording.tokens)) if index > 0 else 0)
-        compared = [
-            compare_prompt(
-                len(prompts[p]), reference.tokens[p], reference.logits[p], recording.tokens[p], recording.logits[p]
-            )
-            for p in both
-        ]
+        # A configuration that failed has fewer runs; those before the failure are compared all the same.
+        pairs = zip(prompts, reference.runs, recording.runs, strict=False) if index > 0 else ()
+        compared = [compare_prompt(len(prompt), *runs) for prompt, *runs in pairs]
         verdicts.append(
             Verdict(
                 configuration=configuration,

@@ -1,8 +1,8 @@
 """Comparing two recordings, prompt by prompt. Pure: arrays in, verdicts out.
 
-Logits are compared as long as both runs had the same history: up to and including the first step that chose another
-token, since beyond it the two speak of different texts. All figures are always computed; what they must be is decided
-where the configurations are known.
+Logits, and the keys and values in the cache, are compared as long as both runs had the same history: up to and
+including the first step that chose another token, since beyond it the two speak of different texts. All figures are
+always computed; what they must be is decided where the configurations are known.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from onnx_kv.errors import ParityError
+from onnx_kv.parity.configuration import Run
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1, "int8": 5e-2}
 """Largest difference between logits of two right computations, as a share of the largest logit, by what the model
@@ -42,8 +45,9 @@ class Difference:
 class PromptComparison:
     """How the run after one prompt compares with the reference's.
 
-    `steps` were comparable. `bitwise` is about their logits and tokens; `max_abs` is the largest difference between
-    their logits, `largest_logit` the reference's largest magnitude.
+    `steps` were comparable. `bitwise` is about their tokens and logits, and the keys and values of all tokens that they
+    were computed from. `max_abs` is the largest difference between the logits, `largest_logit` the reference's largest
+    magnitude; `cache_max_abs` and `largest_cached` are the same of keys and values.
     """
 
     prompt_length: int
@@ -51,42 +55,57 @@ class PromptComparison:
     bitwise: bool
     max_abs: float
     largest_logit: float
+    cache_max_abs: float
+    largest_cached: float
     first_token_difference: Difference | None
     first_logit_difference: Difference | None
 
     @property
     def relative(self) -> float:
-        """`max_abs` as a share of the largest logit."""
-        return self.max_abs / self.largest_logit if self.largest_logit else self.max_abs
+        """The largest difference as a share of the largest value: of logits, or of the cache where that is worse."""
+        return max(self.max_abs / (self.largest_logit or 1.0), self.cache_max_abs / (self.largest_cached or 1.0))
 
 
-def compare_prompt(
-    prompt_length: int,
-    reference_tokens: Sequence[int],
-    reference_logits: npt.NDArray[Any],
-    tokens: Sequence[int],
-    logits: npt.NDArray[Any],
-) -> PromptComparison:
-    """Compare two runs of as many steps; logits are [steps, vocabulary], finite, of any float type."""
-    differing = [step for step, pair in enumerate(zip(reference_tokens, tokens, strict=True)) if pair[0] != pair[1]]
-    steps = differing[0] + 1 if differing else len(reference_tokens)
-    unequal = _unequal_steps(reference_logits[:steps], logits[:steps])
+def compare_prompt(prompt_length: int, reference: Run, run: Run) -> PromptComparison:
+    """Compare two runs of as many steps, with finite logits of any float type.
+
+    Raises:
+        ParityError: logits or caches have other shapes, so the models are not the same.
+    """
+    _check_shapes(reference, run)
+    differing = [step for step, pair in enumerate(zip(reference.tokens, run.tokens, strict=True)) if pair[0] != pair[1]]
+    steps = differing[0] + 1 if differing else len(reference.tokens)
+    unequal = [step for step in range(steps) if not _equal_bits(reference.logits[step], run.logits[step])]
+    live = prompt_length + steps - 1  # the tokens that both have computed with; beyond them the cache holds anything
+    caches = [(ours[:, :live], theirs[:, :live]) for ours, theirs in zip(reference.cache, run.cache, strict=True)]
     return PromptComparison(
         prompt_length=prompt_length,
         steps=steps,
-        bitwise=not differing and not unequal,
-        max_abs=max((_max_abs(reference_logits[step], logits[step]) for step in unequal), default=0.0),
-        largest_logit=float(np.abs(reference_logits[:steps]).max()),
-        first_token_difference=_difference(differing, reference_logits, logits),
-        first_logit_difference=_difference(unequal, reference_logits, logits),
+        bitwise=not differing and not unequal and all(_equal_bits(*pair) for pair in caches),
+        max_abs=max((_max_abs(reference.logits[step], run.logits[step]) for step in unequal), default=0.0),
+        largest_logit=_largest(reference.logits[:steps]),
+        cache_max_abs=max((_max_abs(*pair) for pair in caches), default=0.0),
+        largest_cached=max((_largest(pair[0]) for pair in caches), default=0.0),
+        first_token_difference=_difference(differing, reference.logits, run.logits),
+        first_logit_difference=_difference(unequal, reference.logits, run.logits),
     )
 
 
-def _unequal_steps(reference: npt.NDArray[Any], logits: npt.NDArray[Any]) -> list[int]:
-    """The steps whose logits differ in a bit, the sign of a zero included."""
+def _check_shapes(reference: Run, run: Run) -> None:
+    ours, theirs = ([list(values.shape) for values in (one.logits, *one.cache)] for one in (reference, run))
+    if ours != theirs:
+        differing = next(
+            (pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), (len(ours), len(theirs))
+        )
+        raise ParityError(
+            f"these are different models: the shapes of logits, keys and values differ ({differing[0]}, {differing[1]})"
+        )
+
+
+def _equal_bits(reference: npt.NDArray[Any], values: npt.NDArray[Any]) -> bool:
+    """Whether two arrays are equal in every bit, the signs of zeros included."""
     bits = np.dtype(f"u{reference.itemsize}")
-    unequal = (reference.view(bits) != logits.view(bits)).any(axis=1)
-    return [int(step) for step in unequal.nonzero()[0]]
+    return bool((np.ascontiguousarray(reference).view(bits) == np.ascontiguousarray(values).view(bits)).all())
 
 
 def _difference(steps: Sequence[int], reference: npt.NDArray[Any], logits: npt.NDArray[Any]) -> Difference | None:
@@ -97,4 +116,8 @@ def _difference(steps: Sequence[int], reference: npt.NDArray[Any], logits: npt.N
 
 
 def _max_abs(reference: npt.NDArray[Any], logits: npt.NDArray[Any]) -> float:
-    return float(np.abs(reference.astype(np.float64) - logits.astype(np.float64)).max())
+    return float(np.abs(reference.astype(np.float64) - logits.astype(np.float64)).max(initial=0.0))
+
+
+def _largest(values: npt.NDArray[Any]) -> float:
+    return float(np.abs(values.astype(np.float64)).max(initial=0.0))

@@ -27,7 +27,7 @@ class Verdict:
 
     @property
     def bitwise(self) -> bool:
-        """Whether tokens and logits of every step are the reference's, bit for bit."""
+        """Whether tokens, logits of every step and the cache are the reference's, bit for bit."""
         return self.failure is None and all(prompt.bitwise for prompt in self.prompts)
 
     @property
@@ -58,9 +58,10 @@ class Verdict:
             "bitwise": self.bitwise,
             "tolerance": self.tolerance,
             "max_abs": max((prompt.max_abs for prompt in self.prompts), default=0.0),
+            "cache_max_abs": max((prompt.cache_max_abs for prompt in self.prompts), default=0.0),
             "failure": self.failure,
             "prompts": [asdict(prompt) for prompt in self.prompts],
-            "tokens": self.recording.tokens,
+            "tokens": [run.tokens for run in self.recording.runs],
             "stats": self.recording.stats,
         }
 

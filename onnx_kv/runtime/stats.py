@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from onnx_kv.runtime.cache import KvCache
@@ -116,4 +116,5 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """The counters by name, as JSON has them."""
-        return {key: dict(value) if isinstance(value, Counter) else value for key, value in asdict(self).items()}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}

@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 from click.testing import CliRunner, Result
 
 from onnx_kv.cli import main
 from tests.conftest import Patched
 from tests.support.stock import MODELS
+from tests.support.weights import with_weights
 
 QWEN = str(MODELS / "qwen2-tiny")
 SHORT = ["--tokens", "3", "--prompt-lengths", "2"]
@@ -33,8 +35,9 @@ def test_json_on_stdout_is_all_there_is() -> None:
     assert json.loads(done.stdout)["same"] is True
 
 
-def test_different(patched: Patched) -> None:
-    done = parity(QWEN, str(patched("llama-rope-scaled", "seq-major")), *SHORT)
+def test_different(patched: Patched, tmp_path: Path) -> None:
+    other = with_weights(patched("qwen2-tiny", "seq-major"), tmp_path / "other", lambda w: w * np.float32(1.5))
+    done = parity(QWEN, str(other), *SHORT)
     assert done.exit_code == 1, done.output
     assert "DIFFERENT" in done.output
 

@@ -1,33 +1,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
 
 from onnx_kv import check_parity
 from onnx_kv.errors import CapacityError, ConfigError, ParityError
 from onnx_kv.parity.compare import TOLERANCE
 from tests.conftest import Patched
 from tests.support.stock import MODELS
+from tests.support.weights import with_weights
 
 QWEN = MODELS / "qwen2-tiny"
 SHORT = {"tokens": 4, "prompt_lengths": (1, 9)}
-
-
-def with_weights(directory: Path, output: Path, change: Callable[[np.ndarray], np.ndarray]) -> Path:
-    """A copy of a model directory with the final norm's weights changed."""
-    shutil.copytree(directory, output)
-    model = onnx.load(output / "model.onnx")
-    [weight] = [x for x in model.graph.initializer if "final_norm" in x.name]
-    weight.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(weight)), weight.name))
-    (output / "model.onnx.data").unlink()
-    onnx.save(model, output / "model.onnx", save_as_external_data=True, location="model.onnx.data")
-    return output
 
 
 def test_layouts_of_an_exported_model_and_stock(tmp_path: Path) -> None:
