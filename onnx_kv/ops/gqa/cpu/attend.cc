@@ -68,9 +68,19 @@ class Attention {
   void Reset(const State& state, int32_t rows);
   void Write(const Block& block, Lane& lane);
 
+  struct QueryRow {
+    int32_t token;  // of the call
+    int32_t head;   // query head
+  };
+
+  QueryRow RowOf(const Block& block, int32_t i) const {
+    const int32_t row = block.row + i % block.rows;
+    return {row / group_, (block.kv_head + i / block.rows) * group_ + row % group_};
+  }
+
   State Partial(const Block& block, int32_t tile) {
-    const size_t row = block.partial + static_cast<size_t>(tile - block.first_tile) * block.rows;
-    return StateAt(partials_ + StateFloats(row, p_.head_dim), block.rows);
+    const size_t row = block.partial + static_cast<size_t>(tile - block.first_tile) * block.all_rows();
+    return StateAt(partials_ + StateFloats(row, p_.head_dim), block.all_rows());
   }
 
   const GqaParams& p_;
@@ -117,18 +127,18 @@ void Attention::RunUnit(const Unit& unit, Lane& lane) {
     for (int32_t i = unit.first_tile; i < unit.last_tile; ++i) AttendTile(block, i, lane, Partial(block, i));
     return;
   }
-  Reset(lane.total, block.rows);
+  Reset(lane.total, block.all_rows());
   for (int32_t i = unit.first_tile; i < unit.last_tile; ++i) {
     AttendTile(block, i, lane, lane.tile);
-    kernels_.merge(lane.total, lane.tile, block.rows, p_.head_dim);
+    kernels_.merge(lane.total, lane.tile, block.all_rows(), p_.head_dim);
   }
   Write(block, lane);
 }
 
 void Attention::MergeBlock(const Block& block, Lane& lane) {
-  Reset(lane.total, block.rows);
+  Reset(lane.total, block.all_rows());
   for (int32_t i = block.first_tile; i < block.last_tile; ++i) {
-    kernels_.merge(lane.total, Partial(block, i), block.rows, p_.head_dim);
+    kernels_.merge(lane.total, Partial(block, i), block.all_rows(), p_.head_dim);
   }
   Write(block, lane);
 }
@@ -137,13 +147,13 @@ void Attention::TakeQueries(const Block& block, Lane& lane) {
   const HeadTransform transform(p_, kernels_);
   const int padded = PaddedDim(p_.head_dim);
   const int32_t past = lengths_[block.sequence].past();
-  for (int32_t r = 0; r < block.rows; ++r) {
-    const int32_t s = (block.row + r) / group_;
-    const int32_t h = block.kv_head * group_ + (block.row + r) % group_;
-    const int64_t from = (int64_t{block.sequence} * p_.q_len + s) * p_.query_token_stride + int64_t{h} * p_.head_dim;
-    float* query = lane.query + r * padded;
+  for (int32_t i = 0; i < block.all_rows(); ++i) {
+    const QueryRow row = RowOf(block, i);
+    const int64_t from =
+        (int64_t{block.sequence} * p_.q_len + row.token) * p_.query_token_stride + int64_t{row.head} * p_.head_dim;
+    float* query = lane.query + i * padded;
     kernels_.widen(p_.dtype, static_cast<const char*>(p_.query) + from * element_, query, p_.head_dim);
-    transform.Query(query, transform.Position(block.sequence, s, past), lane.head);
+    transform.Query(query, transform.Position(block.sequence, row.token, past), lane.head);
     for (int d = 0; d < p_.head_dim; ++d) query[d] *= p_.scale;
     for (int d = p_.head_dim; d < padded; ++d) query[d] = 0;
   }
@@ -155,26 +165,29 @@ void Attention::AttendTile(const Block& block, int32_t index, Lane& lane, const 
   Tile tile{};
   tile.dtype = p_.dtype;
   tile.head_dim = p_.head_dim;
+  tile.heads = block.heads;
   tile.rows = block.rows;
   tile.softcap = p_.softcap;
   tile.query = lane.query;
   tile.key = static_cast<const char*>(p_.present_key) + at * element_;
   tile.value = static_cast<const char*>(p_.present_value) + at * element_;
-  tile.key_stride = tile.value_stride = p_.present.seq;
+  tile.head_stride = p_.present.head;
+  tile.stride = p_.present.seq;
   tile.scores = lane.scores;
   tile.staged = lane.staged;
   tile.row_first = lane.row_first;
   tile.row_last = lane.row_last;
-  for (int32_t r = 0; r < block.rows; ++r) {
-    const int32_t s = (block.row + r) / group_;
-    const int32_t position = lengths_[block.sequence].past() + s;
-    lane.row_first[r] = static_cast<int>(std::clamp<int64_t>(FirstVisible(p_, position) - start, 0, kTileKeys));
-    lane.row_last[r] = static_cast<int>(std::clamp<int64_t>(position + 1 - start, 0, kTileKeys));
+  for (int32_t i = 0; i < block.all_rows(); ++i) {
+    const QueryRow row = RowOf(block, i);
+    if (i < block.rows) {
+      const int32_t position = lengths_[block.sequence].past() + row.token;
+      lane.row_first[i] = static_cast<int>(std::clamp<int64_t>(FirstVisible(p_, position) - start, 0, kTileKeys));
+      lane.row_last[i] = static_cast<int>(std::clamp<int64_t>(position + 1 - start, 0, kTileKeys));
+    }
     if (p_.attention_bias == nullptr) continue;
-    const int32_t h = block.kv_head * group_ + (block.row + r) % group_;
     const int64_t bias =
-        block.sequence * p_.bias_batch_stride + h * p_.bias_head_stride + s * p_.bias_row_stride + start;
-    lane.bias[r] = static_cast<const char*>(p_.attention_bias) + bias * element_;
+        block.sequence * p_.bias_batch_stride + row.head * p_.bias_head_stride + row.token * p_.bias_row_stride + start;
+    lane.bias[i] = static_cast<const char*>(p_.attention_bias) + bias * element_;
     tile.bias = lane.bias;
   }
   tile.first = lane.row_first[0];
@@ -189,16 +202,15 @@ void Attention::Reset(const State& state, int32_t rows) {
 }
 
 void Attention::Write(const Block& block, Lane& lane) {
-  for (int32_t r = 0; r < block.rows; ++r) {
-    const int32_t s = (block.row + r) / group_;
-    const int32_t h = block.kv_head * group_ + (block.row + r) % group_;
+  for (int32_t i = 0; i < block.all_rows(); ++i) {
+    const QueryRow row = RowOf(block, i);
     float sink = p_.smooth_softmax ? 0.0f : -kInfinity;
     if (p_.head_sink != nullptr) {
-      kernels_.widen(p_.dtype, static_cast<const char*>(p_.head_sink) + h * element_, &sink, 1);
+      kernels_.widen(p_.dtype, static_cast<const char*>(p_.head_sink) + row.head * element_, &sink, 1);
     }
-    kernels_.finish(lane.total, r, p_.head_dim, sink);
-    const int64_t to = ((int64_t{block.sequence} * p_.q_len + s) * p_.q_heads + h) * p_.head_dim;
-    kernels_.narrow(p_.dtype, lane.total.out + r * PaddedDim(p_.head_dim),
+    kernels_.finish(lane.total, i, p_.head_dim, sink);
+    const int64_t to = ((int64_t{block.sequence} * p_.q_len + row.token) * p_.q_heads + row.head) * p_.head_dim;
+    kernels_.narrow(p_.dtype, lane.total.out + i * PaddedDim(p_.head_dim),
                     static_cast<char*>(p_.output) + to * element_, p_.head_dim);
   }
 }

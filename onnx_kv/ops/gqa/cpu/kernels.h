@@ -32,24 +32,26 @@ struct State {
   float* out;   // [rows, padded dim]
 };
 
+// Query rows [heads, rows] over the keys of one tile of the cache; all heads' rows see the same keys.
 struct Tile {
   DType dtype;  // of the cache and the bias
   int head_dim;
-  int rows;  // 1 to kMaxRows
+  int heads;  // KV heads
+  int rows;   // query rows of each; heads * rows is at most kMaxRows
   float softcap;
 
-  const float* query;  // [rows, padded dim], scaled, padding is zero
-  const void* key;     // of the tile's first position; key_stride elements from one position to the next
+  const float* query;  // [heads, rows, padded dim], scaled, padding is zero
+  const void* key;     // of the first head at the tile's first position
   const void* value;
-  int64_t key_stride;
-  int64_t value_stride;
-  int first;  // keys that any row sees: [first, last) within the tile
+  int64_t head_stride;  // elements of the cache from one head to the next
+  int64_t stride;       // and from one position to the next
+  int first;            // keys that any row sees: [first, last) within the tile
   int last;
   const int* row_first;  // [rows] keys that a row sees: [row_first, row_last), empty where they cross
   const int* row_last;
-  const void* const* bias;  // [rows] the row's bias of the tile's first position; or nullptr
+  const void* const* bias;  // [heads, rows] the row's bias of the tile's first position; or nullptr
 
-  float* scores;  // scratch [rows, kTileKeys]
+  float* scores;  // scratch [heads, rows, kTileKeys]
   float* staged;  // scratch [kTileKeys, padded dim]
 };
 

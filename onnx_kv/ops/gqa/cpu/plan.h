@@ -10,17 +10,22 @@
 
 namespace onnx_kv::cpu {
 
-// Query rows of one sequence that read one KV head, kMaxRows at most. Row r of a sequence is query head
-// n*group + r % group of new token r / group, so that the keys it sees only grow with r.
+// Query rows of one sequence that are attended together: `rows` of each of the KV heads [kv_head, kv_head + heads), at
+// most kMaxRows in all. Row r of head n is query head n*group + r % group of new token r / group, so that the keys it
+// sees only grow with r.
 struct Block {
   int32_t sequence;
   int32_t kv_head;
+  int32_t heads;
   int32_t row;
   int32_t rows;
   int32_t first_tile;  // tiles that hold a key which one of the rows sees: [first_tile, last_tile)
   int32_t last_tile;
   bool split;      // whether several units share the block
   size_t partial;  // if so, place of its first tile's rows among all that are kept until they are merged
+
+  int32_t all_rows() const { return heads * rows; }
+  int32_t tiles() const { return last_tile - first_tile; }
 };
 
 // Consecutive tiles of a block.

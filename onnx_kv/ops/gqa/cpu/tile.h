@@ -19,6 +19,7 @@ constexpr float kInfinity = __builtin_inff();
 // The float above -65504, float16's lowest: a bias below it is a mask.
 constexpr float kAboveLowestHalf = -65503.996f;
 constexpr int kAhead = 8;           // keys between asking for a row of the cache and reading it
+constexpr int kStep = 32;           // keys that are summed into all panels before the next ones are
 constexpr int kPanel = 2 * kWidth;  // channels of one block of weighted sums
 
 inline int Least(int a, int b) { return a < b ? a : b; }
@@ -138,12 +139,18 @@ inline void Dot(int rows, const float* query, int query_stride, const float* con
   }
 }
 
-// Asks for a row of the cache some time before it is read: in a layout where a row's neighbours are far away, nothing
-// else foresees it. Asking never faults, but rows that are not live are not asked for either.
+// Whether positions lie so far apart that only we can foresee which memory is read next.
 template <typename T>
-inline void Prefetch(const T* row, int count) {
+inline bool FarApart(const Tile& tile) {
+  return tile.stride * static_cast<int64_t>(sizeof(T)) >= 2048;
+}
+
+// If so, asks for row t of the cache some time before it is read. Only live rows are asked for.
+template <typename T>
+inline void Prefetch(const Tile& tile, const T* rows, int t) {
   constexpr int kLine = 64 / sizeof(T);
-  for (int d = 0; d < count; d += kLine) __builtin_prefetch(row + d);
+  if (!FarApart<T>(tile) || t >= tile.last) return;
+  for (int d = 0; d < tile.head_dim; d += kLine) __builtin_prefetch(rows + t * tile.stride + d);
 }
 
 // Scores of all rows and the keys [first, last). Keys are read in place where whole vectors of floats can be.
@@ -152,14 +159,13 @@ void Scores(const Tile& tile) {
   const int padded = PaddedDim(tile.head_dim);
   const bool in_place = kIsFloat<T> && tile.head_dim % kWidth == 0;
   const int channels = in_place ? tile.head_dim : padded;
-  for (int t = tile.first; t < tile.last; t += 4) {
+  const auto four_keys = [&](int head, int t) {
+    const T* base = static_cast<const T*>(tile.key) + head * tile.head_stride;
     const float* keys[4];
     for (int k = 0; k < 4; ++k) {
-      if (t + k + kAhead < tile.last) {
-        Prefetch(static_cast<const T*>(tile.key) + (t + k + kAhead) * tile.key_stride, tile.head_dim);
-      }
+      Prefetch(tile, base, t + k + kAhead);
       // The last key stands in for those after it: nothing beyond it is read, and its scores there are not used.
-      const T* key = static_cast<const T*>(tile.key) + Least(t + k, tile.last - 1) * tile.key_stride;
+      const T* key = base + Least(t + k, tile.last - 1) * tile.stride;
       if (in_place) {
         keys[k] = reinterpret_cast<const float*>(key);
       } else {
@@ -167,9 +173,15 @@ void Scores(const Tile& tile) {
         keys[k] = tile.staged + k * padded;
       }
     }
+    const int row = head * tile.rows;
     ForBlocks(tile.rows, kDotRows, [&](int begin, int end) {
-      Dot(end - begin, tile.query + begin * padded, padded, keys, channels, tile.scores + begin * kTileKeys + t);
+      Dot(end - begin, tile.query + (row + begin) * padded, padded, keys, channels,
+          tile.scores + (row + begin) * kTileKeys + t);
     });
+  };
+  // Heads inside: where a position's heads lie together, the cache is read from front to back.
+  for (int t = tile.first; t < tile.last; t += 4) {
+    for (int head = 0; head < tile.heads; ++head) four_keys(head, t);
   }
 }
 
@@ -187,8 +199,8 @@ void AddBias(const Tile& tile, int row, int first, int last) {
 template <typename T>
 void SoftMax(const Tile& tile, int row, const State& state) {
   float* scores = tile.scores + row * kTileKeys;
-  const int first = Most(tile.row_first[row], tile.first);
-  const int last = Least(tile.row_last[row], tile.last);
+  const int first = Most(tile.row_first[row % tile.rows], tile.first);
+  const int last = Least(tile.row_last[row % tile.rows], tile.last);
   state.peak[row] = -kInfinity;
   state.sum[row] = 0.0f;
   if (first >= last) return;
@@ -248,37 +260,38 @@ inline void Sum(int rows, const float* weights, const float* values, int64_t val
   }
 }
 
-// One panel of the outputs of the rows [begin, end). `values` are those of the tile's first position. Keys that not all
-// of the rows see are added row by row, so that what a row does not see, were it infinite, cannot reach it.
-void SumPanel(const Tile& tile, int begin, int end, const float* values, int64_t value_stride, float* out) {
+// Adds the keys [first, last) to one panel of the outputs of one head's rows [begin, end). `weights`, `values` and
+// `out` are those of the head's first row and the tile's first position. Keys that not all of the rows see are added
+// row by row, so that what a row does not see, were it infinite, cannot reach it.
+void SumPanel(const Tile& tile, int begin, int end, int first, int last, const float* weights, const float* values,
+              int64_t value_stride, float* out) {
   const int padded = PaddedDim(tile.head_dim);
-  int shared_first = tile.first;
-  int shared_last = tile.last;
+  const auto sum = [&](int row, int rows, int from, int to) {
+    if (from >= to) return;
+    Sum(rows, weights + row * kTileKeys + from, values + from * value_stride, value_stride, to - from,
+        out + row * padded, padded);
+  };
+  int shared_first = first;
+  int shared_last = last;
   for (int r = begin; r < end; ++r) {
     shared_first = Most(shared_first, tile.row_first[r]);
     shared_last = Least(shared_last, tile.row_last[r]);
   }
-  const auto sum = [&](int row, int rows, int first, int last) {
-    if (first >= last) return;
-    Sum(rows, tile.scores + row * kTileKeys + first, values + first * value_stride, value_stride, last - first,
-        out + row * padded, padded);
-  };
-  if (shared_first >= shared_last) shared_first = shared_last = tile.last;
+  if (shared_first >= shared_last) shared_first = shared_last = last;
   for (int r = begin; r < end; ++r) {
-    sum(r, 1, Most(tile.row_first[r], tile.first), Least(Least(tile.row_last[r], tile.last), shared_first));
+    sum(r, 1, Most(tile.row_first[r], first), Least(Least(tile.row_last[r], last), shared_first));
   }
   sum(begin, end - begin, shared_first, shared_last);
-  for (int r = begin; r < end; ++r) {
-    sum(r, 1, shared_last, Least(tile.row_last[r], tile.last));
-  }
+  for (int r = begin; r < end; ++r) sum(r, 1, shared_last, Least(tile.row_last[r], last));
 }
 
-// Gathers the values of the tile's keys panel by panel: [panel, kTileKeys, kPanel].
+// Gathers the values of one head panel by panel: [panel, kTileKeys, kPanel].
 template <typename T>
-void StageValues(const Tile& tile) {
+void StageValues(const Tile& tile, int head) {
+  const T* values = static_cast<const T*>(tile.value) + head * tile.head_stride;
   for (int t = tile.first; t < tile.last; ++t) {
-    const T* value = static_cast<const T*>(tile.value) + t * tile.value_stride;
-    if (t + kAhead < tile.last) Prefetch(value + kAhead * tile.value_stride, tile.head_dim);
+    Prefetch(tile, values, t + kAhead);
+    const T* value = values + t * tile.stride;
     float* staged = tile.staged + t * kPanel;
     int column = 0;
     for (; column + kPanel <= tile.head_dim; column += kPanel) {
@@ -292,16 +305,32 @@ void StageValues(const Tile& tile) {
 template <typename T>
 void WeightedSums(const Tile& tile, const State& state) {
   const int padded = PaddedDim(tile.head_dim);
-  for (int i = 0; i < tile.rows * padded; ++i) state.out[i] = 0.0f;
-  // A few rows read floats in place; many read a value often enough to gather it first.
-  const bool in_place =
-      kIsFloat<T> && tile.head_dim % kPanel == 0 && tile.rows <= 2 * kSumRows && tile.value_stride * sizeof(T) < 2048;
-  if (!in_place) StageValues<T>(tile);
-  for (int column = 0; column < tile.head_dim; column += kPanel) {
-    const float* values = in_place ? static_cast<const float*>(tile.value) + column : tile.staged + column * kTileKeys;
-    const int64_t stride = in_place ? tile.value_stride : kPanel;
-    ForBlocks(tile.rows, kSumRows,
-              [&](int begin, int end) { SumPanel(tile, begin, end, values, stride, state.out + column); });
+  for (int i = 0; i < tile.heads * tile.rows * padded; ++i) state.out[i] = 0.0f;
+  const auto panels = [&](int head, int first, int last, const float* values, int64_t value_stride, int panel_stride) {
+    const int row = head * tile.rows;
+    for (int column = 0; column < tile.head_dim; column += kPanel) {
+      ForBlocks(tile.rows, kSumRows, [&](int begin, int end) {
+        SumPanel(tile, begin, end, first, last, tile.scores + row * kTileKeys, values + column * panel_stride,
+                 value_stride, state.out + row * padded + column);
+      });
+    }
+  };
+  // Few rows read floats in place, many read a value often enough to gather it first.
+  if (kIsFloat<T> && tile.head_dim % kPanel == 0 && tile.rows <= 2 * kSumRows) {
+    const int step = FarApart<T>(tile) ? kStep : kTileKeys;
+    for (int first = tile.first; first < tile.last; first += step) {
+      const int last = Least(first + step, tile.last);
+      for (int head = 0; head < tile.heads; ++head) {
+        const auto* values = static_cast<const float*>(tile.value) + head * tile.head_stride;
+        for (int t = first; t < last; ++t) Prefetch(tile, values, t + step);
+        panels(head, first, last, values, tile.stride, 1);
+      }
+    }
+    return;
+  }
+  for (int head = 0; head < tile.heads; ++head) {
+    StageValues<T>(tile, head);
+    panels(head, tile.first, tile.last, tile.staged, kPanel, kTileKeys);
   }
 }
 
@@ -309,7 +338,7 @@ void AttendTile(const Tile& tile, const State& state) {
   WithElement(tile.dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     Scores<T>(tile);
-    for (int r = 0; r < tile.rows; ++r) SoftMax<T>(tile, r, state);
+    for (int r = 0; r < tile.heads * tile.rows; ++r) SoftMax<T>(tile, r, state);
     WeightedSums<T>(tile, state);
   });
 }
