@@ -62,7 +62,24 @@ DecodePlan PlanDecode(const NodeShape& shape, const DeviceLimits& limits) {
   return plan;
 }
 
+namespace {
+
+// prefill_hopper.cu: queries, then stages of K and V, from a multiple of 1,024 bytes on.
+PrefillPlan PlanHopperPrefill(const NodeShape& shape) {
+  constexpr int32_t kRows = 128, kColumns = 128, kStages = 2, kThreads = 384;
+  const int32_t bytes = (kRows + 2 * kStages * kColumns) * shape.head_dim * 2 + 1024;
+  PrefillPlan plan;
+  plan.attend = {Specialise("prefill_hopper.cu", shape, {Define("COLUMNS", kColumns), Define("STAGES", kStages)}),
+                 "gqa_prefill", kThreads, static_cast<uint32_t>(bytes)};
+  plan.rows = kRows;
+  return plan;
+}
+
+}  // namespace
+
 PrefillPlan PlanPrefill(const NodeShape& shape, const DeviceLimits& limits) {
+  const bool whole_panels = shape.head_dim == 64 || shape.head_dim == 128;
+  if (limits.major == 9 && shape.dtype != DType::kFloat32 && whole_panels) return PlanHopperPrefill(shape);
   const bool precise = shape.dtype == DType::kFloat32;
   const int32_t warps = precise ? 2 : 4;
   const int32_t row_blocks = precise || shape.head_dim > 128 ? 1 : 2;
