@@ -186,6 +186,16 @@ def test_prefill_lengths_around_tile_boundaries(stream: cuda.Stream) -> None:
             _same(cuda_gqa.run(node, call, stream), expected, "float16", f"{q_len} on {past}")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [-1, 150])
+def test_prefill_over_many_tiles(stream: cuda.Stream, dtype: str, head_dim: int, window: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    node = GqaAttributes(7, 1, do_rotary=True, local_window_size=window)
+    call = cuda_gqa.random_call(rng, dtype, node, head_dim, [0, 400, 1, 129], 300, rotary_dim=head_dim)
+    _check(node, call, dtype, stream)
+
+
 @pytest.mark.parametrize("layout", list(KvLayout))
 def test_one_capture_is_right_for_every_length(stream: cuda.Stream, layout: KvLayout) -> None:
     """200 replays at lengths in any order, each against the uncaptured call, and every 20th against the reference."""
