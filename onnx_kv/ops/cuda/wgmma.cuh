@@ -53,6 +53,11 @@ __device__ __forceinline__ void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives once all copies that this thread has started are done; the thread goes on.
+__device__ __forceinline__ void ArriveAfterCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // A warpgroup's registers a thread, moved between warpgroups of different work.
 template <int kCount>
 __device__ __forceinline__ void ReleaseRegisters() {

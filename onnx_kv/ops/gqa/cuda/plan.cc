@@ -66,10 +66,11 @@ namespace {
 
 // prefill_hopper.cu: queries, then stages of K and V, from a multiple of 1,024 bytes on.
 PrefillPlan PlanHopperPrefill(const NodeShape& shape) {
-  constexpr int32_t kRows = 128, kColumns = 128, kStages = 2, kThreads = 384;
-  const int32_t bytes = (kRows + 2 * kStages * kColumns) * shape.head_dim * 2 + 1024;
+  constexpr int32_t kRows = 128, kColumns = 128, kThreads = 384;
+  const int32_t stages = shape.head_dim == 64 ? 4 : 2;
+  const int32_t bytes = (kRows + 2 * stages * kColumns) * shape.head_dim * 2 + 1024;
   PrefillPlan plan;
-  plan.attend = {Specialise("prefill_hopper.cu", shape, {Define("COLUMNS", kColumns), Define("STAGES", kStages)}),
+  plan.attend = {Specialise("prefill_hopper.cu", shape, {Define("COLUMNS", kColumns), Define("STAGES", stages)}),
                  "gqa_prefill", kThreads, static_cast<uint32_t>(bytes)};
   plan.rows = kRows;
   return plan;

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gqa_prefill(const __grid_
     Scores(scores, queries, tile, lane);
 #pragma unroll
     for (int block = 0; block < ROW_BLOCKS; ++block) {
-      Adjust(p, place, rule, first + block * 16, token, scores[block]);
+      Adjust(p, place, rule, RowBounds(p, place, first + block * 16), first + block * 16, token, scores[block]);
       float factors[2];
       states[block].Weigh(scores[block], rule.unit, factors);
       Rescale(output[block], factors);

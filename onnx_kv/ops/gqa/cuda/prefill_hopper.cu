@@ -22,7 +22,6 @@ constexpr int kQueryPanel = kRows * kPanelRowBytes;
 constexpr int kTilePanel = COLUMNS * kPanelRowBytes;
 constexpr int kTileBytes = kPanels * kTilePanel;  // of K or V
 constexpr int kSlots = 2 * STAGES;                // K of stage 0, V of stage 0, K of stage 1, …
-constexpr int kLag = 2;                           // copies under way before the oldest is waited for
 static_assert(kRows * kRowPitch <= 2 * kTileBytes, "queries are prepared in the last stage's room");
 
 // Tiles in turn: 2n is the n-th tile of K, 2n + 1 the n-th of V. A slot is filled and emptied once a round.
@@ -40,11 +39,16 @@ struct Barriers {
     }
     FenceBarrierInit();
   }
-  __device__ __forceinline__ void AwaitFull(int copy) { AwaitBarrier(SharedAddress(&full[Slot(copy)]), Round(copy)); }
+  // What was copied and stored by ordinary means may then be read by products.
+  __device__ __forceinline__ void AwaitFull(int copy) {
+    AwaitBarrier(SharedAddress(&full[Slot(copy)]), Round(copy));
+    FenceForProducts();
+  }
   __device__ __forceinline__ void AwaitEmpty(int copy) {
     AwaitBarrier(SharedAddress(&empty[Slot(copy)]), Round(copy) ^ 1);
   }
   __device__ __forceinline__ void SetFull(int copy) { Arrive(SharedAddress(&full[Slot(copy)])); }
+  __device__ __forceinline__ void SetFullAfterCopies(int copy) { ArriveAfterCopies(SharedAddress(&full[Slot(copy)])); }
   __device__ __forceinline__ void SetEmpty(int copy) {
     if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&empty[Slot(copy)]));
   }
@@ -119,18 +123,17 @@ __device__ __forceinline__ void Produce(const onnx_kv::GqaParams& p, const Place
   for (int copy = 0; copy < copies; ++copy) {
     if (copy == kSlots - 2) SyncThreads<kThreads>(1);  // the queries have left the last stage
     barriers.AwaitEmpty(copy);
-    FetchTile(copy % 2 == 0 ? keys : values, p.present.seq, begin + copy / 2 * COLUMNS, end,
-              stages + Slot(copy) * kTileBytes);
-    CommitCopies();
-    if (copy < kLag) continue;
-    WaitCopies<kLag>();
-    FenceForProducts();
-    barriers.SetFull(copy - kLag);
+    const int token = begin + copy / 2 * COLUMNS;
+    FetchTile(copy % 2 == 0 ? keys : values, p.present.seq, token, end, stages + Slot(copy) * kTileBytes);
+    if (token + COLUMNS <= end) {
+      barriers.SetFullAfterCopies(copy);
+    } else {  // zeros were stored too, which the arrival after copies would not wait for
+      CommitCopies();
+      WaitCopies<0>();
+      barriers.SetFull(copy);
+    }
   }
   if (copies <= kSlots - 2) SyncThreads<kThreads>(1);
-  WaitCopies<0>();
-  FenceForProducts();
-  for (int copy = max(0, copies - kLag); copy < copies; ++copy) barriers.SetFull(copy);
 }
 
 __device__ __forceinline__ void Consume(const onnx_kv::GqaParams& p, const Place& place, int begin, int end,
@@ -138,6 +141,7 @@ __device__ __forceinline__ void Consume(const onnx_kv::GqaParams& p, const Place
   const int first = threadIdx.x / 32 * kWarpRows;
   const uint32_t own = queries + threadIdx.x / 128 * 64 * kPanelRowBytes;
   const ScoreRule rule(p);
+  const RowBounds bounds(p, place, first);
   ScoreBlocks scores;
   OutputBlocks output = {};
   Weights weights;
@@ -150,7 +154,7 @@ __device__ __forceinline__ void Consume(const onnx_kv::GqaParams& p, const Place
     WaitProducts<0>();
     Pin(scores);
     barriers.SetEmpty(0);
-    Adjust(p, place, rule, first, begin, scores);
+    Adjust(p, place, rule, bounds, first, begin, scores);
     state.Weigh(scores, rule.unit, factors);
     PackWeights(scores, weights);
     for (int tile = 1; tile < tiles; ++tile) {
@@ -161,7 +165,7 @@ __device__ __forceinline__ void Consume(const onnx_kv::GqaParams& p, const Place
       WaitProducts<1>();
       Pin(scores);
       barriers.SetEmpty(2 * tile);
-      Adjust(p, place, rule, first, begin + tile * COLUMNS, scores);
+      Adjust(p, place, rule, bounds, first, begin + tile * COLUMNS, scores);
       state.Weigh(scores, rule.unit, factors);
       WaitProducts<0>();
       Pin(output);

@@ -33,7 +33,7 @@ struct Place {
 // This warp's queries, normalised and rotated, into shared memory; zeros where there is none.
 __device__ __forceinline__ void PrepareQueries(const onnx_kv::GqaParams& p, const Place& place, unsigned char* queries) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 4
+#pragma unroll 8
   for (int i = warp * kWarpRows; i < (warp + 1) * kWarpRows; ++i) {
     Element* target = reinterpret_cast<Element*>(queries + i * kRowPitch);
     const int token = place.Token(i);
@@ -118,28 +118,50 @@ struct ScoreRule {
         unit(plain ? scale.factor : 1.0f) {}
 };
 
-// Scales, biases and masks a warp's 16 rows, from `first` on, of the scores of the tile that begins at `token`.
-__device__ __forceinline__ void Adjust(const onnx_kv::GqaParams& p, const Place& place, const ScoreRule& rule, int first,
-                                       int token, ScoreBlocks& scores) {
-  const bool masked = token + COLUMNS > place.End(first) || token < place.Begin(p, first + 15);
-  if (rule.plain && !masked) return;
+// Which tokens this lane's two rows of the block of 16 that begins at `first` see, and which all 16 see.
+struct RowBounds {
+  int begin[2];
+  int end[2];
+  int common_begin;
+  int common_end;
+
+  __device__ __forceinline__ RowBounds(const onnx_kv::GqaParams& p, const Place& place, int first)
+      : common_begin(place.Begin(p, first + 15)), common_end(place.End(first)) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = first + threadIdx.x % 32 / 4 + half * 8;
+      begin[half] = place.Begin(p, i);
+      end[half] = place.End(i);
+    }
+  }
+};
+
+// Scales, biases and masks the scores of a block of 16 rows with the tile that begins at `token`.
+__device__ __forceinline__ void Adjust(const onnx_kv::GqaParams& p, const Place& place, const ScoreRule& rule,
+                                       const RowBounds& bounds, int first, int token, ScoreBlocks& scores) {
   const int lane = threadIdx.x % 32;
+  if (!rule.plain) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = first + lane / 4 + half * 8;
+      const bool exists = place.Token(i) < place.lengths.fresh;
+      const Element* bias = exists ? BiasRow(p, place.row, place.Head(i), place.Token(i)) : nullptr;
+#pragma unroll
+      for (int j = 0; j < 2 * kColumnBlocks; ++j) {
+        const int at = token + j / 2 * 8 + lane % 4 * 2 + j % 2;
+        float& score = scores[j / 2][half * 2 + j % 2];
+        score = rule.scale(score);
+        if (bias != nullptr && at < bounds.end[half]) score = AddBias(score, bias[at]);
+      }
+    }
+  }
+  if (token >= bounds.common_begin && token + COLUMNS <= bounds.common_end) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int i = first + lane / 4 + half * 8;
-    const bool exists = place.Token(i) < place.lengths.fresh;
-    const int end = place.End(i), begin = place.Begin(p, i);
-    const Element* bias = exists ? BiasRow(p, place.row, place.Head(i), place.Token(i)) : nullptr;
 #pragma unroll
-    for (int column = 0; column < kColumnBlocks; ++column) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const int at = token + column * 8 + lane % 4 * 2 + side;
-        float& score = scores[column][half * 2 + side];
-        if (!rule.plain) score = rule.scale(score);
-        if (bias != nullptr && at < end) score = AddBias(score, bias[at]);
-        if (masked && (at < begin || at >= end)) score = MinusInfinity();
-      }
+    for (int j = 0; j < 2 * kColumnBlocks; ++j) {
+      const int at = token + j / 2 * 8 + lane % 4 * 2 + j % 2;
+      if (at < bounds.begin[half] || at >= bounds.end[half]) scores[j / 2][half * 2 + j % 2] = MinusInfinity();
     }
   }
 }
