@@ -1,14 +1,16 @@
 """Which ONNX Runtime is installed, and whether it can be used.
 
 Several packages on PyPI (`onnxruntime`, `onnxruntime-gpu`, …) install the same module; two of them overwrite each
-other's files, so exactly one may be there. Patching and metadata need none.
+other's files, so exactly one may be there in one environment. Patching and metadata need none.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import re
+from pathlib import Path
 from types import ModuleType
 
 from onnx_kv.errors import RuntimeSetupError
@@ -57,9 +59,16 @@ def require_onnxruntime() -> ModuleType:
 
 
 def onnxruntime_packages() -> dict[str, str]:
-    """The installed packages that provide the module, with their versions."""
+    """The packages that provide the module which Python would import, with their versions.
+
+    A package in a folder that comes later on Python's path is hidden, not overwritten, and does not count.
+    """
     names = importlib.metadata.packages_distributions().get(MODULE, [])
-    return {name: importlib.metadata.version(name) for name in sorted(set(names))}
+    packages = [importlib.metadata.distribution(name) for name in sorted(set(names))]
+    found = importlib.machinery.PathFinder.find_spec(MODULE)
+    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
+    seen = [package for package in packages if not folders or Path(str(package.locate_file(MODULE))) in folders]
+    return {package.name: package.version for package in seen or packages}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -11,13 +13,26 @@ from onnx_kv.errors import RuntimeSetupError
 from onnx_kv.runtime import ort
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """Pretend that packages provide the module, and that importing it gives a version, a bare folder or an error."""
+def site(folder: Path, packages: dict[str, str]) -> str:
+    """Lay packages that provide the module out in a folder, as pip does; the folder's path."""
+    (folder / "onnxruntime").mkdir(parents=True)
+    (folder / "onnxruntime" / "__init__.py").touch()
+    for name, version in packages.items():
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "RECORD").write_text("onnxruntime/__init__.py,,\n")
+    return str(folder)
 
-    def pretend(packages: dict[str, str], module: str | Exception | None) -> None:
-        monkeypatch.setattr(ort.importlib.metadata, "packages_distributions", lambda: {"onnxruntime": [*packages] * 2})
-        monkeypatch.setattr(ort.importlib.metadata, "version", packages.__getitem__)
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """Install packages, and pretend that importing the module gives a version, a bare folder or an error."""
+
+    def pretend(packages: dict[str, str], module: str | Exception | None, hidden: dict[str, str] | None = None) -> None:
+        ours = [entry for entry in sys.path if "-packages" not in entry]
+        later = [site(tmp_path / "later", hidden)] if hidden else []
+        monkeypatch.setattr(sys, "path", [site(tmp_path / "first", packages), *later, *ours])
 
         def load(name: str) -> types.ModuleType:
             assert name == "onnxruntime"
@@ -31,6 +46,12 @@ def installed(monkeypatch):
         monkeypatch.setattr(importlib, "import_module", load)
 
     return pretend
+
+
+def test_a_package_that_another_folder_hides_does_not_count(installed):
+    installed({"onnxruntime-gpu": "1.31.1"}, "1.31.1", hidden={"onnxruntime": "1.30.0"})
+    assert ort.onnxruntime_packages() == {"onnxruntime-gpu": "1.31.1"}
+    assert ort.require_onnxruntime().__version__ == "1.31.1"
 
 
 @pytest.mark.parametrize("version", ["1.23.0", "1.32.0", "1.24.0.dev20260101001", "2.0"])
