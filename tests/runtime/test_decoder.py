@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnx_kv.errors import CapacityError, ConfigError
+from onnx_kv.errors import CapacityError, ConfigError, OutOfMemoryError
 from onnx_kv.layout import KvLayout
+from onnx_kv.memory import MemoryBudget
 from onnx_kv.runtime.decoder import Decoder
 from onnx_kv.runtime.rows import FinishReason
 from onnx_kv.runtime.sampling import Sampling
@@ -215,6 +216,45 @@ def test_decoders_in_threads_are_independent(patched: Patched) -> None:
     for thread in threads:
         thread.join()
     assert [together[index] for index in range(len(decoders))] == alone
+
+
+@pytest.mark.parametrize("growth", ["bucket", "fixed-stride", "realloc"])
+def test_a_refused_growth_leaves_what_was_said(growth: str, qwen: Path) -> None:
+    settings = {"growth": growth, "min_bucket": 32, "commit_ahead": 0}
+    [everything] = Decoder(qwen).generate(prompt(20), max_new_tokens=100, stop_tokens=())
+    used = Decoder(qwen, **settings)
+    used.generate(prompt(20), max_new_tokens=2)
+    budget = used.stats.physical_kv_bytes * 5 // 2  # room for the first bucket, and not for a copy twice as long
+    decoder = Decoder(qwen, budget=budget, **settings)
+    with pytest.raises(OutOfMemoryError, match="budget or ONNX_KV_BUDGET"):
+        decoder.generate(prompt(20), max_new_tokens=100, stop_tokens=())
+    said = decoder.tokens[0][20:]
+    assert 10 < len(said) < 100
+    assert said == everything.tokens[: len(said)]
+    decoder.rewind(22)
+    [again] = decoder.generate(max_new_tokens=10, stop_tokens=())
+    assert again.tokens == everything.tokens[2:12]
+
+
+def test_decoders_may_share_a_budget(qwen: Path) -> None:
+    budget = MemoryBudget(64 * 2**20)
+    decoders = [Decoder(qwen, budget=budget) for _ in range(2)]
+    for decoder in decoders:
+        decoder.generate(prompt(20), max_new_tokens=2)
+    assert budget.held == sum(decoder.stats.physical_kv_bytes for decoder in decoders) > 0
+    for decoder in decoders:
+        decoder.close()
+    assert budget.held == 0
+
+
+@pytest.mark.parametrize("growth", ["bucket", "fixed-stride", "realloc"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_growth_changes_no_token(growth: str, layout: str, patched: Patched) -> None:
+    directory = patched("qwen2-tiny", layout)
+    batch = [prompt(3), prompt(9)]
+    grown, roomy = Decoder(directory, growth=growth, min_bucket=4), Decoder(directory, min_bucket=128)
+    assert grown.generate(batch, max_new_tokens=60) == roomy.generate(batch, max_new_tokens=60)
+    assert grown.stats.growth_events == 3, "16, 32, 64"
 
 
 def test_counts_what_it_does(qwen: Path) -> None:
