@@ -18,6 +18,7 @@ from tests.support.ort_gqa import Way, run_gqa
 SHAPES = {
     "prefill": Shape((0,), (150,), 150, 2, 3, 32),
     "decode": Shape((700,), (1,), 1, 1, 7, 64),
+    "decode of heads together": Shape((300,), (1,), 1, 8, 2, 64),
     "chunk": Shape((140, 9), (20, 5), 20, 2, 2, 40),
 }
 

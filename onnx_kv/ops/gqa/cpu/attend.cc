@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -99,10 +100,14 @@ void Attention::Run(const ParallelFor& parallel_for) {
   const size_t lanes = std::min(threads, plan_.units.size());
   const size_t lane_floats = Lane::Floats(p_.head_dim);
   // Kept between calls: a decoder calls once a layer, with the same sizes.
-  thread_local std::vector<float> memory;
+  thread_local std::unique_ptr<float[]> memory;
+  thread_local size_t size = 0;
   const size_t floats = lanes * lane_floats + StateFloats(plan_.partial_rows, p_.head_dim);
-  if (memory.size() < floats) memory.resize(floats);
-  float* const base = memory.data();
+  if (size < floats) {
+    memory = std::make_unique_for_overwrite<float[]>(floats);
+    size = floats;
+  }
+  float* const base = memory.get();
   partials_ = base + lanes * lane_floats;
 
   const auto in_lanes = [&](size_t count, const auto& work) {

@@ -1,7 +1,6 @@
 // Vectors of eight floats in plain C++, for compilers to vectorise. The same names as in simd_avx2.h, simd_avx512.h.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -46,9 +45,13 @@ inline Vec Mul(const Vec& a, const Vec& b) {
 inline Vec Div(const Vec& a, const Vec& b) {
   return Lanes([&](int i) { return a.lane[i] / b.lane[i]; });
 }
-// a * b + c
+// a * b + c, rounded once where the processor can.
 inline Vec Fma(const Vec& a, const Vec& b, const Vec& c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return Lanes([&](int i) { return __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]); });
+#else
   return Lanes([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+#endif
 }
 // b where a lane is not a number.
 inline Vec Max(const Vec& a, const Vec& b) {
@@ -61,8 +64,10 @@ inline Vec Min(const Vec& a, const Vec& b) {
 inline Vec IfLess(const Vec& a, const Vec& b, const Vec& x, const Vec& y) {
   return Lanes([&](int i) { return a.lane[i] < b.lane[i] ? x.lane[i] : y.lane[i]; });
 }
+// To the nearest whole number, for |a| below 2^22.
 inline Vec Round(const Vec& a) {
-  return Lanes([&](int i) { return std::nearbyint(a.lane[i]); });
+  constexpr float kWhole = 0x1.8p23f;  // floats of this size are whole numbers
+  return Lanes([&](int i) { return (a.lane[i] + kWhole) - kWhole; });
 }
 // 2^n for whole n in [-126, 127].
 inline Vec PowerOfTwo(const Vec& n) {
