@@ -9,7 +9,7 @@ ORT_VERSIONS := 1.23.2 1.32.0
 SOURCES := pyproject.toml CMakeLists.txt $(shell find onnx_kv cmake \
 	-name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name 'CMakeLists.txt')
 
-.PHONY: demo test lint gpu-test bench docs clean
+.PHONY: demo test lint gpu-test bench gpu-bench docs clean
 
 demo: $(CPU)/installed
 	PATH="$(CURDIR)/$(CPU)/bin:$$PATH" bash scripts/demo.sh
@@ -28,6 +28,14 @@ $(CPU)/ort-%: | $(CPU)/installed
 
 gpu-test: $(CUDA)/installed
 	$(CUDA)/bin/python -m pytest tests/gpu
+
+bench: $(CPU)/installed
+	$(CPU)/bin/onnx-kv bench decode
+	$(CPU)/bin/onnx-kv bench prefill
+	if command -v nvidia-smi > /dev/null; then $(MAKE) gpu-bench; fi
+
+gpu-bench: $(CUDA)/installed
+	$(CUDA)/bin/python tools/bench_gqa.py
 
 docs: $(DOCS)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict

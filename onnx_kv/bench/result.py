@@ -60,7 +60,7 @@ class Row:
         notes: Sequence[str] = (),
     ) -> Row:
         """Summarise `samples` (at least one, in `unit`)."""
-        tenths = statistics.quantiles(samples, n=10) if len(samples) > 1 else [samples[0]] * 9
+        tenths = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else [samples[0]] * 9
         return cls(
             name,
             unit,

@@ -1,25 +1,18 @@
-"""`onnx-kv bench`: measurements with their spread, every knob and version in the result."""
+"""`onnx-kv bench generate`: tokens a second of whole generations, one process a configuration, interleaved."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from onnx_kv.bench.generate import Configuration, bench_generate
-from onnx_kv.bench.result import Result, Row, command_line, environment
 from onnx_kv.cli._options import GROWTH
+from onnx_kv.cli.bench._report import json_option, report
 
 
-@click.group()
-def command() -> None:
-    """Measure decoding and generation; one process a configuration, interleaved."""
-
-
-@command.command()
+@click.command()
 @click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True)
@@ -29,13 +22,11 @@ def command() -> None:
 @click.option("--min-bucket", type=click.IntRange(min=1), multiple=True, help="Tokens; may be repeated.")
 @click.option("--graph", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--against", type=click.Choice(["genai"]), help="Also measure this rival, where it is installed.")
+@click.option("--against", type=click.Choice(["ort", "genai"]), multiple=True, help="Also measure this rival.")
 @click.option(
     "--rival-model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Its unpatched model."
 )
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the result here, for compare_bench.py."
-)
+@json_option
 def generate(
     models: tuple[Path, ...],
     device: str,
@@ -46,7 +37,7 @@ def generate(
     min_bucket: tuple[int, ...],
     graph: str,
     repeats: int,
-    against: str | None,
+    against: tuple[str, ...],
     rival_model: Path | None,
     json_path: Path | None,
 ) -> None:
@@ -60,11 +51,12 @@ def generate(
                 settings |= {"min_bucket": bucket} if bucket else {}
                 name = " ".join([model.name, policy, *([f"min-bucket {bucket}"] if bucket else [])])
                 configurations.append(Configuration(name, model, settings))
-    if against:
-        if rival_model is None:
-            raise click.UsageError("--against genai needs --rival-model, the unpatched directory of the same weights")
-        rival = {"device": device, "graph": graph != "off", "max_length": max_length or prompt_tokens + new_tokens}
-        configurations.append(Configuration("genai", rival_model, rival, rival=True))
+    if against and rival_model is None:
+        raise click.UsageError("--against needs --rival-model, the unpatched directory of the same weights")
+    for rival in against:
+        configurations.append(
+            _rival(rival, Path(str(rival_model)), device, graph, max_length, prompt_tokens + new_tokens)
+        )
     console = Console(stderr=True)
     with console.status("starting") as status:
         rows = bench_generate(
@@ -77,25 +69,10 @@ def generate(
     report("generate", rows, device, json_path)
 
 
-def report(title: str, rows: Sequence[Row], device: str, json_path: Path | None) -> None:
-    """Print rows as a table with their notes, and write the result file."""
-    table = Table("configuration", "median", "10–90 %", "samples", title=title)
-    for row in rows:
-        table.add_row(row.name, f"{row.median:.5g} {row.unit}", f"{row.low:.4g} – {row.high:.4g}", str(row.samples))
-    console = Console()
-    console.print(table)
-    for row in rows:
-        for note in row.notes:
-            console.print(f"{row.name}: {note}", highlight=False)
-    if json_path:
-        result = Result(command_line(), environment(_device_facts(device)), tuple(rows))
-        json_path.write_text(result.to_json(), encoding="utf-8")
-
-
-def _device_facts(device: str) -> dict[str, str]:
-    if not device.startswith("cuda"):
-        return {"device": device}
-    from onnx_kv import cuda  # loads the op library, which a CPU run of the rival alone does without
-
-    info = cuda.device_info(int(device.partition(":")[2] or 0))
-    return {"device": info.name, "driver": str(info.driver_version)}
+def _rival(name: str, model: Path, device: str, graph: str, max_length: int | None, needed: int) -> Configuration:
+    """ONNX Runtime GenAI, or our decoder with ONNX Runtime's own attention kernels."""
+    if name == "genai":
+        settings = {"device": device, "graph": graph != "off", "max_length": max_length or needed}
+        return Configuration("genai", model, settings, rival=True)
+    stock: dict[str, str | int] = {"device": device, "graph": graph, "stock": True}
+    return Configuration("onnxruntime", model, stock | ({"max_length": max_length} if max_length else {}))
