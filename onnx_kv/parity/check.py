@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from onnx_kv.errors import CapacityError, ConfigError, ModelDirError, ParityError
+from onnx_kv.errors import CapacityError, ConfigError, ParityError
 from onnx_kv.layout import KvLayout
 from onnx_kv.parity.compare import compare_prompt
 from onnx_kv.parity.configuration import Configuration, Job, Recording, record
+from onnx_kv.parity.copies import patched_copy
 from onnx_kv.parity.prompts import random_prompts
 from onnx_kv.parity.report import ParityReport, Verdict
 from onnx_kv.passes import StampKvLayout
-from onnx_kv.patching import patch_model
 from onnx_kv.runtime.model import RuntimeModel
 
 LAYOUTS = ("head-major", "seq-major")
@@ -59,14 +57,17 @@ def check_parity(
     model = RuntimeModel.open(model_dir)
     prompts = _prompts(model, tokens, prompt_lengths)
     with tempfile.TemporaryDirectory(prefix="onnx-kv-parity-") as name:
-        copies = _Copies(model, Path(name))
+        folder, source = Path(name), model.directory.path
         if other is None:
             wanted = [x if isinstance(x, KvLayout) else KvLayout.parse(x) for x in layouts]
-            planned = [Configuration(x.cli_name, copies.patched(x), settings=settings) for x in wanted]
+            planned = [
+                Configuration(x.cli_name, str(patched_copy(source, folder, x)), settings=settings) for x in wanted
+            ]
         else:
             planned = [Configuration(str(path), str(path), settings=settings) for path in (model_dir, other)]
         if against_stock:
-            planned.append(Configuration("stock", copies.stock(settings), stock=True, settings=settings))
+            directory = str(_stock_directory(model, folder, settings))
+            planned.append(Configuration("stock", directory, stock=True, settings=settings))
         if len(planned) < 2:
             raise ConfigError("one configuration compares with nothing; give two layouts, a second directory or stock")
         recordings = []
@@ -74,40 +75,20 @@ def check_parity(
             if on_run is not None:
                 on_run(configuration.name)
             job = Job(configuration, [[prompt] for prompt in prompts], tokens)
-            recordings.append(record(job, Path(name) / f"run-{index}"))
+            recordings.append(record(job, folder / f"run-{index}"))
         _refuse_equal_runs(planned, recordings)
         return ParityReport(_verdicts(planned, recordings, prompts), tokens)
 
 
-class _Copies:
-    """Directories that hold the model in the layouts wanted: its own, or temporary copies."""
+def _stock_directory(model: RuntimeModel, folder: Path, settings: dict[str, Any]) -> Path:
+    """A directory that stock ONNX Runtime runs.
 
-    def __init__(self, model: RuntimeModel, folder: Path) -> None:
-        self._model = model
-        self._folder = folder
-
-    def stock(self, settings: dict[str, Any]) -> str:
-        """A directory that stock ONNX Runtime runs.
-
-        An exported one stands as it is, so that nothing of ours is in the way. On CUDA a sliding-window cache has to be
-        as small as its window, which a patched copy need not be.
-        """
-        own = self._model.layout is KvLayout.HEAD_MAJOR and settings.get("device", "cpu") == "cpu"
-        return str(self._model.directory.path) if own else self.patched(KvLayout.HEAD_MAJOR)
-
-    def patched(self, layout: KvLayout) -> str:
-        """The model's own directory where patching changes nothing, else a copy."""
-        source, copy = self._model.directory.path, self._folder / layout.cli_name
-        if copy.exists():
-            return str(copy)
-        if not patch_model(source, copy, layout, dry_run=True).rewritten:
-            return str(source)
-        if os.stat(source).st_dev == os.stat(self._folder).st_dev:
-            with suppress(ModelDirError):  # hard links are not possible everywhere, copies are
-                patch_model(source, copy, layout, link=True)
-                return str(copy)
-        patch_model(source, copy, layout)
-        return str(copy)
+    An exported one stands as it is, so that nothing of ours is in the way. On CUDA a sliding-window cache has to be as
+    small as its window, which a patched copy need not be.
+    """
+    if model.layout is KvLayout.HEAD_MAJOR and settings.get("device", "cpu") == "cpu":
+        return model.directory.path
+    return patched_copy(model.directory.path, folder, KvLayout.HEAD_MAJOR)
 
 
 def _prompts(model: RuntimeModel, tokens: int, lengths: Sequence[int]) -> list[list[int]]:

@@ -20,8 +20,8 @@ from onnx_kv.errors import ConfigError, ParityError
 from onnx_kv.geometry import CacheGeometry, GrowthPolicy, next_bucket
 from onnx_kv.layout import KvLayout
 from onnx_kv.parity.configuration import Configuration, Job, Recording, record
+from onnx_kv.parity.copies import patched_copy
 from onnx_kv.parity.prompts import random_prompts
-from onnx_kv.patching import patch_model
 from onnx_kv.runtime.cache import DTYPES
 from onnx_kv.runtime.graph import WARM_UP_RUNS
 from onnx_kv.runtime.model import RuntimeModel
@@ -121,8 +121,7 @@ def reproduce_growth(
     first: Recording | None = None
     with tempfile.TemporaryDirectory(prefix="onnx-kv-growth-") as name:
         folder = Path(name)
-        for layout in LAYOUTS:
-            patch_model(model.directory.path, folder / layout.cli_name, layout, lift_sequence_lengths=True)
+        copies = {x: patched_copy(model.directory.path, folder, x, lift_sequence_lengths=True) for x in LAYOUTS}
         longest = max(prompt_lengths) + tokens
         for case in cases(min_bucket, next_bucket(longest, min_bucket, max_length), capture=device != "cpu"):
             if on_run is not None:
@@ -134,7 +133,7 @@ def reproduce_growth(
                 "max_length": max_length,
                 "graph": "on" if case.graph else "off",
             }
-            configuration = Configuration(case.name, str(folder / case.layout.cli_name), settings=settings)
+            configuration = Configuration(case.name, str(copies[case.layout]), settings=settings)
             run = record(Job(configuration, [prompts], tokens, arrays=False), folder / f"run-{len(measured)}")
             if run.failure is not None:
                 raise ParityError(f"{case.name}: {run.failure}")

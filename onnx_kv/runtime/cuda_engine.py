@@ -8,6 +8,7 @@ out to have ended has then gone one step too far: its place in the cache is put 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -130,6 +131,7 @@ class CudaEngine:
 
     def _queue_step(self, rows: Sequence[Row], pending: int) -> None:
         """Queue a step; the host has yet to read `pending` tokens of each row that goes on."""
+        started = time.perf_counter()
         lengths = [len(row.tokens) + (pending if row.finish is None else 0) for row in rows]
         capacity = self._cache.capacity
         self.make_room(lengths)
@@ -140,6 +142,7 @@ class CudaEngine:
         self._stats.decode_steps += 1
         for row, length in zip(rows, lengths, strict=True):
             row.cached = length
+        self._stats.queue_seconds += time.perf_counter() - started
 
     def _run_step(self) -> None:
         """Queue one step's work with the present bindings: what a graph captures."""

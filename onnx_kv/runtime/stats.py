@@ -39,6 +39,10 @@ class Stats:
     decode_seconds: float = 0.0
     """Host seconds between the end of prefill and the last token handed to the caller, less the caller's own time."""
 
+    queue_seconds: float = 0.0
+    """Host seconds of `decode_seconds` in which steps were queued on a CUDA device: room made, graph launched. The
+    device works meanwhile; it waits for the host only where this exceeds its own time."""
+
     growth_events: int = 0
     """Times the longest row outgrew the bucket `max(min_bucket, next power of two)` that it was in. Every policy counts
     the same boundaries, so that policies can be compared; the bucket that holds the prompt is no growth."""
