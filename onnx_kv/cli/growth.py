@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from onnx_kv.cli._console import output
 from onnx_kv.cli._units import token_counts
 from onnx_kv.parity.growth import GrowthReport, reproduce_growth
 
@@ -65,5 +66,5 @@ def _print(report: GrowthReport) -> None:
             for counter, value in row.counted.items()
         ]
         table.add_row(row.case.name, *cells, f"{row.physical_kv_bytes:,}", "same" if row.same_tokens else "DIFFERENT")
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    output().print(table)
     click.echo(", ".join(f"{knob} {value}" for knob, value in report.knobs.items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import click
@@ -11,10 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onnx_kv.cli._console import output
 from onnx_kv.graph import CacheLayer
 from onnx_kv.inspection import Inspection, PassState, inspect_model
-
-_PIPE_WIDTH = 160  # columns where there is no terminal to ask
 
 
 @click.command()
@@ -26,7 +24,7 @@ def command(model_dir: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(inspection.to_json(), indent=2))
     else:
-        _show(inspection, Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH))
+        _show(inspection, output())
 
 
 def _show(found: Inspection, console: Console) -> None:

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from onnx_kv.cli._console import output
 from onnx_kv.cli._options import given, runtime_options
 from onnx_kv.parity import ParityReport, check_parity
 from onnx_kv.parity.check import LAYOUTS, PROMPT_LENGTHS, TOKENS
@@ -102,7 +103,7 @@ def _print(report: ParityReport) -> None:
             table.add_row(name, layout, str(prompt.prompt_length), str(prompt.steps), *_cells(prompt))
         if verdict.failure is not None:
             table.add_row(name, layout, "", "", "failed", "failed", verdict.failure)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    output().print(table)
     for verdict in report.verdicts[1:]:
         click.echo(_conclusion(verdict))
 

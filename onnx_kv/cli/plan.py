@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from onnx_kv.cli._console import output
 from onnx_kv.cli._geometry import geometry_options, model_cache
 from onnx_kv.cli._units import byte_count, bytes_text, token_counts
 from onnx_kv.planning.plan import Cost, Plan, make_plan
@@ -100,7 +100,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _print(plan: Plan) -> None:
-    console, model, asked = Console(), plan.model, plan.assumptions
+    console, model, asked = output(), plan.model, plan.assumptions
     shapes = sorted({(shape.kv_heads, shape.head_dim) for shape in model.layers})
     heads = ", ".join(f"{kv_heads} KV heads of {head_dim}" for kv_heads, head_dim in shapes)
     console.print(

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from onnx_kv.bench.result import environment
 from onnx_kv.bench.sweep import Point, Step, Sweep, run_sweep
+from onnx_kv.cli._console import output
 from onnx_kv.cli._geometry import geometry_options, model_cache
 from onnx_kv.cli._units import byte_count, bytes_text, token_counts
 from onnx_kv.planning.plot import Mark, plot_committed
@@ -117,7 +118,7 @@ def _row_json(row: Point | Step) -> dict[str, Any]:
 
 
 def _print(sweep: Sweep) -> None:
-    console, model, knobs = Console(), sweep.model, sweep.knobs
+    console, model, knobs = output(), sweep.model, sweep.knobs
     console.print(
         f"{model.source}: {len(model.layers)} attention layers, {model.dtype}, at most {model.max_length:,} tokens\n"
         f"Set: device {knobs.device}, granule {bytes_text(knobs.granule)}, batch {knobs.batch}, prefix "

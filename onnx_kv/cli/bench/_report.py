@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from onnx_kv.bench.result import Result, Row, command_line, environment
+from onnx_kv.cli._console import output
 from onnx_kv.cuda import device_info, device_ordinal
 from onnx_kv.errors import ConfigError
 
@@ -30,7 +30,7 @@ def report(title: str, rows: Sequence[Row], device: str, json_path: Path | None)
     table = Table("configuration", "median", "10–90 %", "samples", title=title)
     for row in rows:
         table.add_row(row.name, f"{row.median:.5g} {row.unit}", f"{row.low:.4g} – {row.high:.4g}", str(row.samples))
-    console = Console()
+    console = output()
     console.print(table)
     for row in rows:
         for note in row.notes:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from onnx_kv.bench.attention import ORT, Case, Measured, Shape, flops, read_bytes
 from onnx_kv.bench.result import Row
+from onnx_kv.cli._console import output
 from onnx_kv.cli._units import token_counts
 from onnx_kv.cli.bench._report import device_facts, json_option, write_result
 from onnx_kv.cuda import device_ordinal
@@ -81,7 +82,7 @@ def _bench(
                     rows.append(row)
                     table.add_row(*_cells(row, name, one, case, found, bandwidth, element_size))
                 table.add_section()
-    console = Console()
+    console = output()
     console.print(table)
     for name, reason in missing.items():
         console.print(f"left out: {name}: {reason}", highlight=False)

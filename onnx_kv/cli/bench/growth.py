@@ -11,6 +11,7 @@ from rich.table import Table
 
 from onnx_kv.bench.growth import FIRST, GROWTH, LONGEST, MEAN, GrowthCost, GrowthSettings, bench_growth
 from onnx_kv.bench.sweep import HOST_GRANULE
+from onnx_kv.cli._console import output
 from onnx_kv.cli._geometry import geometry_options, model_cache
 from onnx_kv.cli._units import byte_count, bytes_text
 from onnx_kv.cli.bench._report import device_facts, json_option, write_result
@@ -74,7 +75,7 @@ def _print(costs: Sequence[GrowthCost], title: str) -> None:
         counts = (bytes_text(cost.bytes_moved), bytes_text(cost.bytes_copied), f"{cost.granules_mapped:,}")
         table.add_row(cost.name, *cells, str(cost.growth_events), *counts, bytes_text(cost.physical_bytes))
         notes += [f"{cost.name}: {note}" for note in cost.times[FIRST].notes]
-    console = Console()
+    console = output()
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)
