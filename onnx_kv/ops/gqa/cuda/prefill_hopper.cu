@@ -39,11 +39,7 @@ struct Barriers {
     }
     FenceBarrierInit();
   }
-  // What was copied and stored by ordinary means may then be read by products.
-  __device__ __forceinline__ void AwaitFull(int copy) {
-    AwaitBarrier(SharedAddress(&full[Slot(copy)]), Round(copy));
-    FenceForProducts();
-  }
+  __device__ __forceinline__ void AwaitFull(int copy) { AwaitBarrier(SharedAddress(&full[Slot(copy)]), Round(copy)); }
   __device__ __forceinline__ void AwaitEmpty(int copy) {
     AwaitBarrier(SharedAddress(&empty[Slot(copy)]), Round(copy) ^ 1);
   }
@@ -150,6 +146,7 @@ __device__ __forceinline__ void Consume(const onnx_kv::GqaParams& p, const Place
   const int tiles = (end - begin + COLUMNS - 1) / COLUMNS;
   if (tiles > 0) {
     barriers.AwaitFull(0);
+    FenceForProducts();  // copies and stores were ordinary ones
     StartScores(scores, own, stages);
     WaitProducts<0>();
     Pin(scores);
@@ -158,9 +155,10 @@ __device__ __forceinline__ void Consume(const onnx_kv::GqaParams& p, const Place
     state.Weigh(scores, rule.unit, factors);
     PackWeights(scores, weights);
     for (int tile = 1; tile < tiles; ++tile) {
-      barriers.AwaitFull(2 * tile);
-      StartScores(scores, own, stages + Slot(2 * tile) * kTileBytes);
       barriers.AwaitFull(2 * tile - 1);
+      barriers.AwaitFull(2 * tile);
+      FenceForProducts();  // once, and before any product: it would wait for those under way
+      StartScores(scores, own, stages + Slot(2 * tile) * kTileBytes);
       StartOutput(output, weights, stages + Slot(2 * tile - 1) * kTileBytes);
       WaitProducts<1>();
       Pin(scores);
@@ -174,6 +172,7 @@ __device__ __forceinline__ void Consume(const onnx_kv::GqaParams& p, const Place
       PackWeights(scores, weights);
     }
     barriers.AwaitFull(2 * tiles - 1);
+    FenceForProducts();
     StartOutput(output, weights, stages + Slot(2 * tiles - 1) * kTileBytes);
     WaitProducts<0>();
     Pin(output);

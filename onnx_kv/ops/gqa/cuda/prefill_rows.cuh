@@ -98,7 +98,9 @@ struct RowState {
   }
 };
 
+// Most tiles hold no new maximum for any of a warp's rows.
 __device__ __forceinline__ void Rescale(OutputBlocks& output, const float (&factors)[2]) {
+  if (__all_sync(kFullWarp, factors[0] == 1.0f && factors[1] == 1.0f)) return;
 #pragma unroll
   for (int block = 0; block < kOutputBlocks; ++block) {
 #pragma unroll
