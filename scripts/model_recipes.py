@@ -49,7 +49,7 @@ SHIPPED: dict[str, Recipe] = {
     "qwen2-tiny": Recipe(
         "biases on Q, K and V; groups of three query heads; trained, so it speaks",
         "Qwen2",
-        _sizes(hidden_size=96, intermediate_size=192, num_hidden_layers=4, num_attention_heads=6),
+        _sizes(hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=6, head_dim=32),
         trained=True,
     ),
     "llama-rope-scaled": Recipe(
