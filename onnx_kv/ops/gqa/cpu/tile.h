@@ -80,35 +80,37 @@ inline void Prefetch(const Tile& tile, const T* rows, int t) {
   for (int d = 0; d < tile.head_dim; d += kLine) __builtin_prefetch(rows + t * tile.stride + d);
 }
 
-// Scores of all rows and the keys [first, last). Keys are read in place where whole vectors of floats can be.
+// Scores of one head's rows and four keys from t on. Keys are read in place where whole vectors of floats can be.
 template <typename T>
-void Scores(const Tile& tile) {
+void FourScores(const Tile& tile, int head, int t) {
   const int padded = PaddedDim(tile.head_dim);
   const bool in_place = kIsFloat<T> && tile.head_dim % kWidth == 0;
   const int channels = in_place ? tile.head_dim : padded;
-  const auto four_keys = [&](int head, int t) {
-    const T* base = static_cast<const T*>(tile.key) + head * tile.head_stride;
-    const float* keys[4];
-    for (int k = 0; k < 4; ++k) {
-      Prefetch(tile, base, t + k + kAhead);
-      // The last key stands in for those after it: nothing beyond it is read, and its scores there are not used.
-      const T* key = base + Least(t + k, tile.last - 1) * tile.stride;
-      if (in_place) {
-        keys[k] = reinterpret_cast<const float*>(key);
-      } else {
-        Stage(key, tile.head_dim, tile.staged + k * padded, padded);
-        keys[k] = tile.staged + k * padded;
-      }
+  const T* base = static_cast<const T*>(tile.key) + head * tile.head_stride;
+  const float* keys[4];
+  for (int k = 0; k < 4; ++k) {
+    Prefetch(tile, base, t + k + kAhead);
+    // The nearest live key stands in for one that is not: nothing else is read, and its score there is not used.
+    const T* key = base + Most(tile.first, Least(t + k, tile.last - 1)) * tile.stride;
+    if (in_place) {
+      keys[k] = reinterpret_cast<const float*>(key);
+    } else {
+      Stage(key, tile.head_dim, tile.staged + k * padded, padded);
+      keys[k] = tile.staged + k * padded;
     }
-    const int row = head * tile.rows;
-    ForBlocks(tile.rows, kDotRows, [&](int begin, int end) {
-      Dot(end - begin, tile.query + (row + begin) * padded, padded, keys, channels,
-          tile.scores + (row + begin) * kTileKeys + t);
-    });
-  };
-  // Heads inside: where a position's heads lie together, the cache is read from front to back.
-  for (int t = tile.first; t < tile.last; t += 4) {
-    for (int head = 0; head < tile.heads; ++head) four_keys(head, t);
+  }
+  const int row = head * tile.rows;
+  ForBlocks(tile.rows, kDotRows, [&](int begin, int end) {
+    Dot(end - begin, tile.query + (row + begin) * padded, padded, keys, channels,
+        tile.scores + (row + begin) * kTileKeys + t);
+  });
+}
+
+// Scores of all rows and keys. Heads inside: where a position's heads lie together, the cache is read front to back.
+template <typename T>
+void Scores(const Tile& tile) {
+  for (int t = tile.first / 4 * 4; t < tile.last; t += 4) {
+    for (int head = 0; head < tile.heads; ++head) FourScores<T>(tile, head, t);
   }
 }
 
