@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy.typing as npt
 
 from onnx_kv import cuda
-from onnx_kv.errors import CapacityError, ConfigError
+from onnx_kv.errors import CapacityError, ConfigError, OnnxKvError
 from onnx_kv.geometry import GrowthPolicy
 from onnx_kv.layout import Side
 from onnx_kv.runtime.cache import KvCache
@@ -86,6 +86,8 @@ class Decoder:
             self.model, device, stock=stock, threads=self.config.threads, stream=self._stream, profile=profile
         )
         self._rows: list[Row] = []
+        self._closed = False
+        self._uses = 0  # how often a stream under way was made void
         self._cache: KvCache | None = None
         self._engine: Engine | None = None
 
@@ -123,6 +125,7 @@ class Decoder:
             ConfigError: another number of prompts than there are rows, a prompt that is empty, or a token that the
                 model does not have.
         """
+        self._begin_use()
         batch = _as_batch(prompts)
         if self._rows and len(batch) != len(self._rows):
             raise ConfigError(f"{len(batch)} prompts for a batch of {len(self._rows)} rows; reset() begins a new batch")
@@ -146,6 +149,7 @@ class Decoder:
         Raises:
             ConfigError: a row is shorter, or nothing would be left.
         """
+        self._begin_use()
         shortest = min((len(row.tokens) for row in self._rows), default=0)
         if not 1 <= length <= shortest:
             raise ConfigError(f"rewind({length}): must be at least 1 and at most {shortest}, the shortest row's length")
@@ -155,6 +159,7 @@ class Decoder:
 
     def reset(self) -> None:
         """Forget every row. The next `append` begins a new batch; the cache's memory stays for it."""
+        self._begin_use()
         self._rows = []
 
     def read_cache(self, row: int = 0) -> list[npt.NDArray[Any]]:
@@ -196,6 +201,8 @@ class Decoder:
     ) -> Iterator[Step]:
         """Generate a token for every row, step after step, until every row has ended or the caller stops asking.
 
+        Anything else that is done with the decoder ends a stream; `append` or `stream` go on from where it was.
+
         Args:
             prompts: begin anew with these; None goes on with what has been said.
             max_new_tokens: at most so many for each row; None: as many as fit.
@@ -209,6 +216,7 @@ class Decoder:
             ModelOutputError: the model computed logits that are not finite (while generating).
             OutOfMemoryError: the cache cannot grow (while generating). The rows are as the last step left them.
         """
+        self._begin_use()
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: must be at least 1")
         if prompts is not None:
@@ -222,16 +230,23 @@ class Decoder:
             raise ConfigError("there is nothing to go on with; give a prompt")
         self._set_limits(max_new_tokens)
         stops = self.model.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
-        return self._generate(sampling, stops, logits)
+        return self._generate(self._uses, sampling, stops, logits)
 
     def end_profile(self) -> Path:
         """End the profile that was asked for, and return ONNX Runtime's file: a JSON list of trace events."""
         return self._session.end_profile()
 
     def close(self) -> None:
-        """Give back the cache's memory; the decoder begins anew with its next prompt."""
+        """Unload the model and give back all memory. The counters stay; nothing else works any more."""
+        if self._closed:
+            return
+        self._begin_use()
         self._rows = []
         self._drop_cache()
+        self._session.close()
+        if self._stream is not None:
+            self._stream.close()
+        self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -241,13 +256,22 @@ class Decoder:
     ) -> None:
         self.close()
 
+    def _begin_use(self) -> None:
+        """Make a stream under way void: what it goes on from is about to change."""
+        if self._closed:
+            raise ConfigError("this decoder is closed")
+        self._uses += 1
+
+    def _check_use(self, use: int) -> None:
+        if self._uses != use:
+            raise ConfigError("this stream is over: its decoder has been used otherwise since")
+
     def _check_tokens(self, index: int, prompt: Sequence[int]) -> None:
         most = self.model.vocabulary
         unknown = next((token for token in prompt if token < 0 or (most is not None and token >= most)), None)
         if unknown is not None:
-            raise ConfigError(
-                f"the prompt of row {index} has the token {unknown}; the model has 0 to {(most or 0) - 1}"
-            )
+            last = "" if most is None else f" to {most - 1}"
+            raise ConfigError(f"the prompt of row {index} has the token {unknown}; the model has tokens from 0{last}")
 
     def _set_limits(self, max_new_tokens: int | None) -> None:
         for index, row in enumerate(self._rows):
@@ -260,7 +284,8 @@ class Decoder:
             if max_new_tokens is not None:
                 row.limit = min(row.limit, len(row.tokens) + max_new_tokens)
 
-    def _generate(self, sampling: Sampling, stops: frozenset[int], logits: bool) -> Iterator[Step]:
+    def _generate(self, use: int, sampling: Sampling, stops: frozenset[int], logits: bool) -> Iterator[Step]:
+        self._check_use(use)
         rows, engine = self._rows, self._prefilled()
         started = time.perf_counter()
         for chosen in engine.decode(rows, sampling, logits):
@@ -271,6 +296,7 @@ class Decoder:
             yield Step(tuple(chosen.tokens.get(index) for index in range(len(rows))), chosen.logits)
             if all(row.finish for row in rows):
                 return
+            self._check_use(use)
             started = time.perf_counter()
 
     def _accept(self, row: Row, token: int, stops: frozenset[int]) -> None:
@@ -304,8 +330,13 @@ class Decoder:
         if self._cache is not None and self._cache.batch != len(self._rows):
             self._drop_cache()
         if self._cache is None or self._engine is None:
-            self._cache = self._make_cache(len(self._rows))
-            self._engine = self._make_engine(self._cache)
+            cache = self._make_cache(len(self._rows))
+            try:
+                self._engine = self._make_engine(cache)
+            except OnnxKvError:
+                cache.close()
+                raise
+            self._cache = cache
         return self._engine, self._cache
 
     def _make_cache(self, batch: int) -> KvCache:

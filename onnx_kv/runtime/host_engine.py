@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onnx_kv.runtime.cache import KvCache
+from onnx_kv.runtime.cache import DTYPES, KvCache
 from onnx_kv.runtime.config import GraphMode
 from onnx_kv.runtime.feeds import feeds
 from onnx_kv.runtime.graph import CapturedStep, StepFacts, decline_reason
@@ -34,7 +34,7 @@ class HostEngine:
         self._stats = stats
         self._run = session.run()
         self._bound: object = None  # the cache's signature when `_run` was bound
-        self._logits = np.empty((cache.batch, 1, 0), session.dtypes[self._ports.logits_output])
+        self._logits = np.empty((cache.batch, 1, 0), DTYPES[session.dtypes[self._ports.logits_output]])
         declined = decline_reason(StepFacts(mode, on_cuda=False, logits_on_device=False))
         self._step = CapturedStep(self._run_step, None, cache.signature, stats, declined)
 

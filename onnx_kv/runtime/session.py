@@ -75,6 +75,7 @@ class Session:
                 f"ONNX Runtime cannot use {device}, and says why in its log above; CUDA and cuDNN of its version come "
                 "with pip install 'onnxruntime-gpu[cuda,cudnn]'"
             )
+        self._stream = stream  # outlives the session, which uses it to the end
         self._refuse_unknown_inputs()
         ports = [*self._session.get_inputs(), *self._session.get_outputs()]
         self.dtypes = {port.name: _dtype(port.type) for port in ports}
@@ -126,6 +127,10 @@ class Session:
     def end_profile(self) -> Path:
         """End the profile that was asked for, and return ONNX Runtime's file: a JSON list of trace events."""
         return Path(self._session.end_profiling())
+
+    def close(self) -> None:
+        """Unload the model; runs made before must be gone, and no more can be made."""
+        self._session = None
 
     def run(self) -> Run:
         """Return a run with nothing bound yet."""

@@ -135,6 +135,34 @@ def test_a_stream_that_is_left_can_be_gone_on_with(qwen: Path) -> None:
     assert head + tail.tokens == whole.tokens
 
 
+def test_a_stream_is_over_once_the_decoder_is_used_otherwise(qwen: Path) -> None:
+    decoder = Decoder(qwen)
+    stream = decoder.stream(prompt(20), max_new_tokens=30, stop_tokens=())
+    next(stream)
+    decoder.rewind(10)
+    with pytest.raises(ConfigError, match="this stream is over"):
+        next(stream)
+    never_begun = decoder.stream(max_new_tokens=5)
+    decoder.reset()
+    with pytest.raises(ConfigError, match="this stream is over"):
+        next(never_begun)
+
+
+def test_a_closed_decoder_keeps_its_counters_only(qwen: Path) -> None:
+    with Decoder(qwen) as decoder:
+        decoder.generate(prompt(20), max_new_tokens=3)
+    assert decoder.stats.generated_tokens == 3
+    assert decoder.stats.physical_kv_bytes == 0
+    with pytest.raises(ConfigError, match="closed"):
+        decoder.generate(prompt(20))
+    decoder.close()
+
+
+def test_graphs_cannot_be_had_on_the_host(qwen: Path) -> None:
+    with pytest.raises(ConfigError, match=r"graph=on, .*no_cuda_device"):
+        Decoder(qwen, graph="on").generate(prompt(5))
+
+
 def test_a_seed_gives_the_same_tokens(qwen: Path) -> None:
     decoder = Decoder(qwen)
     sampling = Sampling(temperature=1.0, top_k=50, top_p=0.95, seed=11)
@@ -169,7 +197,7 @@ def test_a_prompt_that_does_not_fit_changes_nothing(qwen: Path) -> None:
     [
         ([], "no prompt"),
         ([[1], []], "row 1 is empty"),
-        ([5, 512], "token 512; the model has 0 to 511"),
+        ([5, 512], "token 512; the model has tokens from 0 to 511"),
         ([-1], "token -1"),
     ],
 )
