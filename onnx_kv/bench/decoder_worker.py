@@ -6,11 +6,10 @@ arguments.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
+from onnx_kv.bench.process import answer
 from onnx_kv.runtime.decoder import Decoder
 
 
@@ -34,4 +33,4 @@ def generate(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(generate(json.load(sys.stdin))))
+    answer(generate)

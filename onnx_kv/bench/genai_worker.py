@@ -7,15 +7,13 @@ is true.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
-import onnxruntime_genai as og
+from onnx_kv.bench.process import WorkerError, answer
 
 
-def load(request: dict[str, Any]) -> Any:
+def load(og: Any, request: dict[str, Any]) -> Any:
     """Open the model on the device that the request names."""
     config = og.Config(request["model"])
     config.clear_providers()
@@ -25,9 +23,9 @@ def load(request: dict[str, Any]) -> Any:
     return og.Model(config)
 
 
-def generate(request: dict[str, Any]) -> dict[str, Any]:
+def generate(og: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Generate and time each token on the host."""
-    model = load(request)
+    model = load(og, request)
     params = og.GeneratorParams(model)
     params.set_search_options(max_length=request["max_length"], do_sample=False, past_present_share_buffer=True)
     generator = og.Generator(model, params)
@@ -44,5 +42,19 @@ def generate(request: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": tokens, "prefill_seconds": prefill, "step_seconds": steps}
 
 
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Generate with the GenAI that is installed.
+
+    Raises:
+        WorkerError: it is not installed, or fails; the message is its own.
+    """
+    try:
+        import onnxruntime_genai as og
+
+        return generate(og, request)
+    except Exception as error:  # its errors have no class in common
+        raise WorkerError(f"onnxruntime-genai: {error}") from error
+
+
 if __name__ == "__main__":
-    print(json.dumps(generate(json.load(sys.stdin))))
+    answer(measure)

@@ -6,11 +6,10 @@ bytes, and `tokens`, to which every row grows.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
+from onnx_kv.bench.process import answer
 from onnx_kv.cuda import Stream, device_ordinal
 from onnx_kv.geometry import GrowthPolicy
 from onnx_kv.layout import KvLayout, LayerShape
@@ -58,4 +57,4 @@ def grow(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(grow(json.load(sys.stdin))))
+    answer(grow)
