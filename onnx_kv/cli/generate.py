@@ -26,7 +26,7 @@ from onnx_kv.runtime.stats import Stats
     help="File of token ids to continue, separated by white space or commas; - is stdin. Prints token ids.",
 )
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Stop after so many tokens.")
-@click.option("--max-length", type=int, help="Most tokens in all.  [default: the model's maximum]")
+@click.option("--max-length", type=click.IntRange(min=1), help="Most tokens in all.  [default: the model's maximum]")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Sample among the K likeliest; 0: among all.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest that make up P.")
@@ -92,8 +92,8 @@ def _write(text: str, quiet: bool) -> None:
 
 
 def _read_tokens(file: TextIO) -> list[int]:
-    words = re.split(r"[\s,\[\]]+", file.read())
     try:
+        words = re.split(r"[\s,\[\]]+", file.read())
         return [int(word) for word in words if word]
     except ValueError as error:
         raise ConfigError(

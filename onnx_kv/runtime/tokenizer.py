@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from onnx_kv.errors import ModelDirError
+from onnx_kv.errors import ConfigError, ModelDirError
 
 TOKENIZER_FILE = "tokenizer.json"
 _UNFINISHED = "\ufffd"
@@ -31,7 +31,15 @@ class Tokenizer:
             raise ModelDirError(f"{file}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the special tokens that the tokenizer adds to a prompt."""
+        """Return the tokens of a text, with the special tokens that the tokenizer adds to a prompt.
+
+        Raises:
+            ConfigError: the text is no Unicode, as bytes of another encoding on the command line are not.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the text cannot be encoded: {error}") from None
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 

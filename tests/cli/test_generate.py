@@ -75,6 +75,7 @@ def test_sampled_text_repeats_with_its_seed(qwen: Path) -> None:
         (["--prompt", "The key", "--top-p", "2"], "top_p=2.0"),
         (["--prompt", "The key", "--device", "gpu"], "device='gpu'"),
         (["--tokens-file", "-"], "no prompt was given"),
+        (["--prompt", "\udcff"], "the text cannot be encoded"),
     ],
 )
 def test_refusals_are_exit_code_2(qwen: Path, arguments: list[str], message: str) -> None:
@@ -88,3 +89,11 @@ def test_a_tokens_file_with_words_is_refused(qwen: Path) -> None:
     done = generate(str(qwen), "--tokens-file", "-", stdin="1 two 3")
     assert done.exit_code == 2
     assert "two" in done.stderr
+
+
+def test_a_tokens_file_of_other_bytes_is_refused(qwen: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_bytes(b"1 2 \xff")
+    done = generate(str(qwen), "--tokens-file", str(file))
+    assert done.exit_code == 2
+    assert str(file) in done.stderr
