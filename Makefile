@@ -9,7 +9,7 @@ ORT_VERSIONS := 1.23.2 1.32.0
 SOURCES := pyproject.toml CMakeLists.txt $(shell find onnx_kv cmake \
 	-name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name 'CMakeLists.txt')
 
-.PHONY: demo test lint gpu-test bench gpu-bench docs clean
+.PHONY: demo test lint gpu-test bench gpu-bench docs clean always
 
 demo: $(CPU)/installed
 	PATH="$(CURDIR)/$(CPU)/bin:$$PATH" bash scripts/demo.sh
@@ -46,8 +46,13 @@ clean:
 $(CPU)/installed: EXTRAS := cpu,dev
 $(CUDA)/installed: EXTRAS := cuda,dev
 $(DOCS)/installed: EXTRAS := docs
-%/installed: $(SOURCES)
+%/installed: $(SOURCES) %/modules
 	test -x $*/bin/python || $(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet --upgrade pip
 	$*/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
+
+# An editable install knows the Python modules by a list made when it was installed, so a module that moved needs another.
+$(CPU)/modules $(CUDA)/modules $(DOCS)/modules: always
+	mkdir -p $(@D)
+	find onnx_kv -name '*.py' | sort | cmp --silent - $@ || find onnx_kv -name '*.py' | sort > $@
