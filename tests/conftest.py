@@ -6,11 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from onnx_kv.patching import patch_model
 from tests.support.stock import MODELS
 
 Patched = Callable[..., Path]
+
+# No example is judged by the clock, and everyone runs the same ones: a failure belongs to the change that shows it.
+settings.register_profile("onnx_kv", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("onnx_kv")
 
 
 @pytest.fixture(scope="session")

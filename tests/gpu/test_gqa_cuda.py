@@ -131,7 +131,7 @@ def test_features(stream: cuda.Stream, dtype: str, feature: str, q_len: int) -> 
     _check(node, call, dtype, stream, feature, **how)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_mix(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

@@ -314,7 +314,7 @@ def test_closing_goes_on_through_failures() -> None:
         assert pool.counters().committed_bytes == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_random_operations_against_a_model(data: st.DataObject) -> None:
     """Windows, reference counts and charges follow a dictionary from (reservation, window) to a granule's identity."""

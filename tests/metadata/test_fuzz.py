@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_kv.errors import MetadataError
@@ -74,7 +74,7 @@ def directories(tmp_path_factory):
 
 
 @given(config=mutated(), full=st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 def test_mutated_configs(directories, config, full):
     for directory in directories:
         decoder.write(directory, config)
@@ -88,7 +88,6 @@ def test_mutated_configs(directories, config, full):
 
 
 @given(data=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-@settings(max_examples=100, deadline=None)
 def test_any_bytes(directories, data):
     (directories[0] / "genai_config.json").write_bytes(data)
     with pytest.raises(MetadataError):
@@ -96,7 +95,6 @@ def test_any_bytes(directories, data):
 
 
 @given(text=st.text(max_size=200))
-@settings(max_examples=100, deadline=None)
 def test_any_text_as_metadata(directories, text):
     (directories[0] / "inference_metadata.yaml").write_text(text, encoding="utf-8", newline="\n")
     with pytest.raises(MetadataError):

@@ -96,7 +96,7 @@ def calls(draw: st.DrawFn) -> tuple[GqaAttributes, GqaInputs, Way]:
     return node, call, way
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(calls())
 def test_any_call(case: tuple[GqaAttributes, GqaInputs, Way]) -> None:
     check(*case)
