@@ -34,7 +34,7 @@ def test_reads_what_a_run_needs(patched: Patched) -> None:
     model = RuntimeModel.open(patched("qwen2-tiny", "token-major", last_token_logits=True))
     assert model.layout is KvLayout.TOKEN_MAJOR
     assert model.passes == ("last_token_logits", "stamp_kv_layout")
-    assert len(model.layers) == 4
+    assert len(model.layers) == 3
     assert model.vocabulary == 512
     assert model.stop_tokens == {0}
 
