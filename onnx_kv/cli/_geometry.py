@@ -12,6 +12,9 @@ from onnx_kv.planning.source import ModelCache, cache_of_geometry, read_model_ca
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+BATCH = click.IntRange(1, 1 << 16)
+"""Rows that a command may plan or make; more are a slip."""
+
 _OPTIONS = (
     click.argument("model", required=False, type=click.Path(path_type=Path)),
     click.option("--geometry", metavar="LxNxD", help="Instead of MODEL: layers x KV heads x head size, e.g. 48x8x128."),

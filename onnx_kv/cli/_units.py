@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import click
 
@@ -11,9 +12,9 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 def byte_count(text: str) -> int:
     """Read a number of bytes with an optional binary unit: `2MiB`, `64k`, `1.5G`, `4096`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
-    count = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
-    if count < 1:
+    match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{1,9})?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    count = int(Fraction(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if not 1 <= count < 1 << 63:
         raise click.BadParameter(f"{text!r} is no size; write for example 2MiB, 64KiB or 4096")
     return count
 

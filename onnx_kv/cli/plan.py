@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from onnx_kv.cli._console import output
-from onnx_kv.cli._geometry import geometry_options, model_cache
+from onnx_kv.cli._geometry import BATCH, geometry_options, model_cache
 from onnx_kv.cli._units import byte_count, bytes_text, token_counts
 from onnx_kv.planning.plan import Cost, Plan, make_plan
 from onnx_kv.planning.plot import plot_committed
@@ -22,7 +22,7 @@ _DEFAULT_CONTEXTS = (512, 2048, 8192, 32768, 131072)
 @click.command()
 @geometry_options
 @click.option("--contexts", type=token_counts, help="Tokens a sequence, e.g. 512,8k,32k.  [default: up to the maximum]")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences.")
+@click.option("--batch", type=BATCH, default=1, show_default=True, help="Sequences.")
 @click.option(
     "--min-bucket", type=click.IntRange(min=1), default=256, show_default=True, help="Smallest bucket, tokens."
 )

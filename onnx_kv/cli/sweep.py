@@ -14,7 +14,7 @@ from rich.table import Table
 from onnx_kv.bench.result import environment
 from onnx_kv.bench.sweep import Point, Step, Sweep, run_sweep
 from onnx_kv.cli._console import output
-from onnx_kv.cli._geometry import geometry_options, model_cache
+from onnx_kv.cli._geometry import BATCH, geometry_options, model_cache
 from onnx_kv.cli._units import byte_count, bytes_text, token_counts
 from onnx_kv.planning.plot import Mark, plot_committed
 from onnx_kv.planning.source import ModelCache
@@ -32,7 +32,7 @@ _CONTEXTS = (_SHORT, 512, 2048)
 @click.option(
     "--boundary", type=click.IntRange(min=1), default=512, show_default=True, help="Bucket to outgrow, tokens."
 )
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows.")
+@click.option("--batch", type=BATCH, default=1, show_default=True, help="Rows.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--granularity", type=byte_count, help="Bytes of a granule.  [default: the GPU's own; 2MiB on the host]")
 @click.option("--budget", type=byte_count, default="2GiB", show_default=True, help="Most bytes that a cache may hold.")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POINTS = 160
+_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Mark(NamedTuple):
@@ -88,6 +89,8 @@ def save_figure(figure: Figure, path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written, or has another suffix than pictures have.
     """
+    if path.suffix.lower() not in _SUFFIXES:  # matplotlib would append one and write another file
+        raise ConfigError(f"{path}: a picture's name ends in {', '.join(_SUFFIXES)}")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

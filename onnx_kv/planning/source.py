@@ -71,7 +71,7 @@ def cache_of_geometry(geometry: str, *, dtype: str | None, max_length: int) -> M
     Raises:
         ConfigError: the text is no geometry, or the dtype none that a cache can have.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", geometry)
+    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", geometry)
     layers, kv_heads, head_dim = map(int, match.groups()) if match else (0, 0, 0)
     if not (1 <= layers <= MAX_LAYERS and 1 <= kv_heads <= _MAX_HEADS and 1 <= head_dim <= _MAX_HEADS):
         raise ConfigError(f"{geometry!r} is no geometry; write layers x KV heads x head size, for example 48x8x128")

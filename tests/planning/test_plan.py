@@ -134,6 +134,26 @@ def test_unusable_options_are_usage_errors(arguments: list[str]) -> None:
     assert "Usage" in done.output
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--batch", "9" * 21, "--batch"),
+        ("--granularity", "1" + "0" * 400, "is no size"),
+        ("--granularity", "9999999TiB", "is no size"),
+        ("--memory", "0.5", "is no size"),
+        ("--contexts", "9" * 5000, "--contexts"),
+        ("--max-length", "9" * 5000, "--max-length"),
+        ("--plot", "picture", "ends in .png"),
+    ],
+)
+def test_nonsense_is_refused(tmp_path: Path, option: str, value: str, message: str) -> None:
+    value = str(tmp_path / value) if option == "--plot" else value
+    done = CliRunner().invoke(main, ["plan", str(MODELS / "qwen2-tiny"), option, value])
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib (extra [plot])")
     picture = tmp_path / "plan.png"

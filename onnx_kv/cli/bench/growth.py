@@ -12,7 +12,7 @@ from rich.table import Table
 from onnx_kv.bench.growth import FIRST, GROWTH, LONGEST, MEAN, GrowthCost, GrowthSettings, bench_growth
 from onnx_kv.bench.sweep import HOST_GRANULE
 from onnx_kv.cli._console import output
-from onnx_kv.cli._geometry import geometry_options, model_cache
+from onnx_kv.cli._geometry import BATCH, geometry_options, model_cache
 from onnx_kv.cli._units import byte_count, bytes_text
 from onnx_kv.cli.bench._report import device_facts, json_option, write_result
 
@@ -22,7 +22,7 @@ _TOKENS = 2048
 @click.command()
 @geometry_options
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows.")
+@click.option("--batch", type=BATCH, default=1, show_default=True, help="Rows.")
 @click.option("--tokens", type=click.IntRange(min=1), help=f"Grow every row to this.  [default: {_TOKENS}]")
 @click.option("--min-bucket", type=click.IntRange(min=1), default=256, show_default=True, help="Smallest bucket.")
 @click.option("--commit-ahead", type=click.IntRange(min=0), multiple=True, default=(0, 256), show_default=True)
