@@ -34,8 +34,9 @@ def test_reads_what_a_run_needs(patched: Patched) -> None:
     model = RuntimeModel.open(patched("qwen2-tiny", "token-major", last_token_logits=True))
     assert model.layout is KvLayout.TOKEN_MAJOR
     assert model.passes == ("last_token_logits", "stamp_kv_layout")
-    assert len(model.layers) == 3
-    assert model.vocabulary == 512
+    config = json.loads((QWEN / "genai_config.json").read_text())["model"]
+    assert len(model.layers) == config["decoder"]["num_hidden_layers"]
+    assert model.vocabulary == config["vocab_size"]
     assert model.stop_tokens == {0}
 
 
