@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 model=models/qwen2-tiny
 patched=demo-out/qwen2-tiny-seq-major
 
-run() { printf '\n$ %s\n' "$*"; "$@"; }
+run() { printf '\n$%s\n' "$(printf ' %q' "$@")"; "$@"; }
 
 rm -rf demo-out
 mkdir -p demo-out
