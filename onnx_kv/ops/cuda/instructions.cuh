@@ -43,17 +43,25 @@ __device__ __forceinline__ void StoreShared(uint32_t address, uint4 v) {
                : "memory");
 }
 
-// Past L1: for what another block wrote in this launch.
-__device__ __forceinline__ float4 LoadFresh(const float* address) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(address));
-  return v;
+// Loads 16 bytes that nobody reads again soon, or keeps `value` where the address does not exist. (Written so that the
+// condition guards the load alone, not the arithmetic of its address.)
+__device__ __forceinline__ void LoadStreaming(uint4& value, const void* address, bool exists) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+               : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
+               : "l"(address), "r"(static_cast<uint32_t>(exists)));
 }
 
-__device__ __forceinline__ float2 LoadFresh2(const float* address) {
-  float2 v;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address));
-  return v;
+// Past L1: for what another block wrote in this launch. Keeps `value` where nobody wrote.
+__device__ __forceinline__ void LoadFresh(float4& value, const float* address, bool exists) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+               : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
+               : "l"(address), "r"(static_cast<uint32_t>(exists)));
+}
+
+__device__ __forceinline__ void LoadFresh(float2& value, const float* address, bool exists) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.cg.v2.f32 {%0, %1}, [%2]; }"
+               : "+f"(value.x), "+f"(value.y)
+               : "l"(address), "r"(static_cast<uint32_t>(exists)));
 }
 
 // Adds one to a counter that wraps to zero after `last`; returns the old value. Orders this thread's memory accesses
@@ -81,63 +89,13 @@ __device__ __forceinline__ void WaitForPreviousKernel() {
 #endif
 }
 
-// Waits for all blocks of the cluster (of this block, where it is alone); shared memory that they wrote is seen after.
-template <int kSize>
-__device__ __forceinline__ void SyncCluster() {
-  if constexpr (kSize == 1) {
-    __syncthreads();
-  } else {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-  }
-}
-
-// Where `member` of the cluster has what this block has at `address`.
-template <int kSize>
-__device__ __forceinline__ uint32_t ClusterAddress(const void* address, int member) {
-  const uint32_t own = SharedAddress(address);
-  if constexpr (kSize == 1) return own;
-  uint32_t result = own;
-#if __CUDA_ARCH__ >= 900
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(own), "r"(member));
-#endif
-  return result;
-}
-
-#if __CUDA_ARCH__ >= 900
-#define SHARED_OF_CLUSTER "shared::cluster"
-#else
-#define SHARED_OF_CLUSTER "shared"
-#endif
-
-__device__ __forceinline__ float4 LoadCluster(uint32_t address) {
-  float4 v;
-  asm volatile("ld." SHARED_OF_CLUSTER ".v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float2 LoadCluster2(uint32_t address) {
-  float2 v;
-  asm volatile("ld." SHARED_OF_CLUSTER ".v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
-#if __CUDA_ARCH__ >= 900
-// Barriers in shared memory that count arrivals and the bytes of bulk copies.
+// Barriers in shared memory that count arrivals.
 __device__ __forceinline__ void InitBarrier(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void FenceBarrierInit() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-// Arrives, and lets the barrier's phase end only after `bytes` more have been copied.
-__device__ __forceinline__ void ExpectBytes(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 
 __device__ __forceinline__ void AwaitBarrier(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
@@ -148,13 +106,6 @@ __device__ __forceinline__ void AwaitBarrier(uint32_t barrier, uint32_t parity) 
         : "r"(barrier), "r"(parity)
         : "memory");
   }
-}
-
-// Copies `bytes` (a multiple of 16) from global to shared memory by the copy engine.
-__device__ __forceinline__ void CopyBulk(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(barrier)
-               : "memory");
 }
 #endif
 
@@ -186,6 +137,13 @@ __device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4
 #else
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
 #endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#else
+// c[16x8] += a[16x8] · b[8x8] of floats cut to tf32, sums in float.
+__device__ __forceinline__ void MultiplyAddTf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

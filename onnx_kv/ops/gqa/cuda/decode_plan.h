@@ -1,11 +1,9 @@
-// How decode splits a row's tokens among blocks; the same arithmetic on the host (grid) and on the device.
+// How decode splits a row's tokens among blocks; the host needs it for the grid and the workspace, the device for the rest.
 #pragma once
 
 #include <cstdint>
 
 namespace onnx_kv {
-
-constexpr int kMostSplits = 128;
 
 // Blocks of one row and KV head, each with `tokens` of the row's tokens (the last one may have fewer).
 struct Splits {
@@ -13,17 +11,25 @@ struct Splits {
   int32_t tokens;
 };
 
-// Depends on a row's own tokens alone (and on the device and the heads): neither on the capacity, the layout nor the
-// batch, so that a row's sums are the same wherever it lies. A split is a multiple of `unit` tokens, which a block takes at
-// a time. `most` splits fill the device with one row; a short row takes fewer, since merging them costs time as well: as
-// many as give each 64 KiB of K and V to read, or 8.
-inline Splits SplitsOf(int32_t tokens, int32_t token_bytes, int32_t unit, int32_t most) {
-  const int32_t units = tokens / unit + (tokens % unit != 0);
-  if (units == 0) return {0, unit};
-  const auto worthwhile = static_cast<int32_t>(static_cast<int64_t>(tokens) * token_bytes / 65536);
-  const int32_t wanted = worthwhile < 8 ? 8 : worthwhile, limit = wanted < most ? wanted : most;
-  const int32_t each = units / limit + (units % limit != 0);
-  return {units / each + (units % each != 0), each * unit};
-}
+// Depends on a row's own tokens, never on the capacity, the layout or the other rows' lengths: a row's sums are the same
+// wherever it lies. A split is a multiple of `unit` tokens, which a block takes at a time. A short row takes fewer splits,
+// since merging them costs time as well: one for every `worthwhile` tokens, but 8 in any case, if there are units for them.
+struct SplitRule {
+  int32_t most;
+  int32_t worthwhile;
+
+  inline Splits Of(int32_t tokens, int32_t unit) const {
+    const auto units = static_cast<uint32_t>(tokens + unit - 1) / static_cast<uint32_t>(unit);
+    if (units == 0) return {0, unit};
+    uint32_t wanted = static_cast<uint32_t>(tokens) / static_cast<uint32_t>(worthwhile);
+    wanted = wanted < 8 ? 8 : wanted;
+    const uint32_t limit = wanted < static_cast<uint32_t>(most) ? wanted : static_cast<uint32_t>(most);
+    const uint32_t each = (units + limit - 1) / limit;
+    return {static_cast<int32_t>((units + each - 1) / each), static_cast<int32_t>(each) * unit};
+  }
+};
+
+// Floats that a split leaves in the workspace: its heads' outputs, and a maximum and a sum a head.
+inline int32_t SplitFloats(int32_t heads, int32_t head_dim) { return heads * (head_dim + 2); }
 
 }  // namespace onnx_kv

@@ -1,100 +1,108 @@
-// A warp's arithmetic in decode: a tile of cached tokens against up to 8 query heads at a time, transposed, so that the
-// tokens (scores) and the head's elements (output) fill the 16 rows of the tensor cores' product and the heads its 8
-// columns.
+// A warp's arithmetic in decode: tiles of kTile cached tokens against 8 query heads at a time, on the tensor cores.
 //
-// Scores and output have the same shape a lane: of a 16x8 block, lane (r, c) = (lane / 4, lane % 4) holds rows r
-// (elements 0, 1) and r + 8 (elements 2, 3), columns 2c (elements 0, 2) and 2c + 1 (elements 1, 3).
+// Both products are transposed, so that tokens (of the scores) and elements (of the output) fill the 16 rows of an
+// instruction and the heads its 8 columns. K and V go straight from global memory into the registers of that layout: the
+// order in which a product sums over a head's elements is free, so a lane takes 16 bytes at a time. float32 is split into
+// two tf32 halves, three products each, which keeps about 21 bits.
+//
+// Of a 16x8 block, lane (r, c) = (lane / 4, lane % 4) holds rows r (elements 0, 1) and r + 8 (elements 2, 3), columns 2c
+// (elements 0, 2) and 2c + 1 (elements 1, 3).
 #pragma once
 
 #include "onnx_kv/ops/cuda/instructions.cuh"
 
-constexpr int kSteps = (HEAD_DIM + 15) / 16;  // blocks of 16 elements that cover a head
-
-// Rows of K, V and the queries in shared memory: padded with zeros to whole blocks, and to an odd number of 16-byte
-// units, so that 8 rows lie in different banks.
+constexpr int kTile = 16;  // tokens
 constexpr int kRowChunks = HEAD_DIM / kChunkElements;
-constexpr int kPaddedChunks = kSteps * 16 / kChunkElements;
-constexpr int kRowPitch = (kPaddedChunks | 1) * 16;
+constexpr int kKeyBlocks = (kRowChunks + 3) / 4;           // of four chunks of K: one for each c
+constexpr int kValueBlocks = (kRowChunks + 7) / 8;         // of eight chunks of V: one for each r
+constexpr int kBlockTiles = kChunkElements / 2;            // 16-row blocks of the output that a block of V makes
+constexpr int kOutputTiles = kValueBlocks * kBlockTiles;
+constexpr int kQueryPitch = ((kRowChunks + 7) / 8 * 8 + 4) * 16;  // bytes: a quarter warp's reads hit all banks once
 
-#if DTYPE != 0
-
-// scores[16 tokens x 8 heads] = keys · queriesᵀ. `keys` and `queries` are shared addresses of their first row.
-__device__ __forceinline__ void Scores(float (&scores)[4], uint32_t keys, uint32_t queries, int lane) {
-  float odd[4] = {};
-  uint32_t q[4];
-  const uint32_t key_row = keys + (lane % 16) * kRowPitch + lane / 16 * 16;
-  const uint32_t query_row = queries + (lane % 8) * kRowPitch + lane / 8 * 16;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    uint32_t k[4];
-    LoadMatrices(k, key_row + step * 32);
-    if (step % 2 == 0) {  // four matrices: two steps' columns
-      LoadMatrices(q, query_row + (step + 1 < kSteps ? step * 32 : step * 32 - (lane >= 16 ? 32 : 0)));
-      MultiplyAdd(scores, k, q[0], q[1]);
-    } else {
-      MultiplyAdd(odd, k, q[2], q[3]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) scores[i] += odd[i];
+// Element of the head that row r (`half` 0) or r + 8 (`half` 1) of an output block is.
+__device__ __forceinline__ int OutputElement(int tile, int half, int r) {
+  return (tile / kBlockTiles * 8 + r) * kChunkElements + tile % kBlockTiles * 2 + half;
 }
 
-// output[HEAD_DIM x 8 heads] += valuesᵀ[HEAD_DIM x 16 tokens] · weights[16 tokens x 8 heads].
-__device__ __forceinline__ void Accumulate(float (&output)[kSteps][4], const float (&weights)[4], uint32_t values,
-                                           int lane) {
-  const uint32_t b0 = Transpose(Pack(weights[0], weights[1])), b1 = Transpose(Pack(weights[2], weights[3]));
-  const uint32_t row = values + (lane % 8 + lane / 16 * 8) * kRowPitch + lane / 8 % 2 * 16;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    uint32_t v[4];
-    LoadMatricesTransposed(v, row + step * 32);
-    MultiplyAdd(output[step], v, b0, b1);
-  }
-}
-
-#else  // float: the same blocks by fused multiply-adds
-
-__device__ __forceinline__ float Dot(uint4 a, uint4 b, float sum) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sum = fmaf(ElementOf(a, i), ElementOf(b, i), sum);
-  return sum;
-}
-
-__device__ __forceinline__ void Scores(float (&scores)[4], uint32_t keys, uint32_t queries, int lane) {
-  const uint32_t key_row = keys + lane / 4 * kRowPitch, query_row = queries + lane % 4 * 2 * kRowPitch;
-  for (int chunk = 0; chunk < kRowChunks; ++chunk) {
-    const uint4 k0 = LoadShared(key_row + chunk * 16), k1 = LoadShared(key_row + 8 * kRowPitch + chunk * 16);
-    const uint4 q0 = LoadShared(query_row + chunk * 16), q1 = LoadShared(query_row + kRowPitch + chunk * 16);
-    scores[0] = Dot(k0, q0, scores[0]);
-    scores[1] = Dot(k0, q1, scores[1]);
-    scores[2] = Dot(k1, q0, scores[2]);
-    scores[3] = Dot(k1, q1, scores[3]);
-  }
-}
-
-__device__ __forceinline__ float LoadSharedFloat(uint32_t address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
-  return value;
-}
-
-__device__ __forceinline__ void Accumulate(float (&output)[kSteps][4], const float (&weights)[4], uint32_t values,
-                                           int lane) {
-#pragma unroll
-  for (int token = 0; token < 16; ++token) {
-    const int holder = token % 8 * 4 + lane % 4, part = token / 8 * 2;
-    const float w0 = __shfl_sync(kFullWarp, weights[part], holder);
-    const float w1 = __shfl_sync(kFullWarp, weights[part + 1], holder);
-    const uint32_t row = values + token * kRowPitch + lane / 4 * 4;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const float v0 = LoadSharedFloat(row + step * 64), v1 = LoadSharedFloat(row + step * 64 + 32);
-      output[step][0] = fmaf(v0, w0, output[step][0]);
-      output[step][1] = fmaf(v0, w1, output[step][1]);
-      output[step][2] = fmaf(v1, w0, output[step][2]);
-      output[step][3] = fmaf(v1, w1, output[step][3]);
-    }
-  }
-}
-
+// Which of a tile's tokens a lane reads V of: the pairs (or singles) that the product's first operand wants.
+__device__ __forceinline__ int ValueToken(int i, int c) {
+#if DTYPE == 0
+  return c + 4 * i;
+#else
+  return 2 * c + i % 2 + i / 2 * 8;
 #endif
+}
+
+#if DTYPE == 0
+// Three products of tf32 halves that together multiply floats.
+__device__ __forceinline__ void MultiplyAddFloat(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  auto high = [](uint32_t bits) { return bits & 0xffffe000u; };
+  auto low = [&](uint32_t bits) { return __float_as_uint(__uint_as_float(bits) - __uint_as_float(high(bits))); };
+  const uint32_t a_high[4] = {high(a[0]), high(a[1]), high(a[2]), high(a[3])};
+  MultiplyAddTf32(c, {low(a[0]), low(a[1]), low(a[2]), low(a[3])}, high(b0), high(b1));
+  MultiplyAddTf32(c, a_high, low(b0), low(b1));
+  MultiplyAddTf32(c, a_high, high(b0), high(b1));
+}
+#endif
+
+// scores[16 tokens x 8 heads] += keys · queriesᵀ over one block: this lane's chunk of tokens r and r + 8, and of head r.
+__device__ __forceinline__ void AddScores(float (&scores)[4], uint4 upper, uint4 lower, uint4 query) {
+#if DTYPE == 0
+  MultiplyAddFloat(scores, {upper.x, lower.x, upper.y, lower.y}, query.x, query.y);
+  MultiplyAddFloat(scores, {upper.z, lower.z, upper.w, lower.w}, query.z, query.w);
+#else
+  MultiplyAdd(scores, {upper.x, lower.x, upper.y, lower.y}, query.x, query.y);
+  MultiplyAdd(scores, {upper.z, lower.z, upper.w, lower.w}, query.z, query.w);
+#endif
+}
+
+// Weights of 16 tokens and 8 heads as the second operand of the product with V.
+struct Weights {
+#if DTYPE == 0
+  uint32_t words[4];
+
+  __device__ __forceinline__ explicit Weights(const float (&weights)[4]) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // token c + 4i, head r
+      const int holder = (c + 4 * (i % 2)) * 4 + r / 2;
+      const float even = __shfl_sync(kFullWarp, weights[i / 2 * 2], holder);
+      const float odd = __shfl_sync(kFullWarp, weights[i / 2 * 2 + 1], holder);
+      words[i] = __float_as_uint(r % 2 == 0 ? even : odd);
+    }
+  }
+#else
+  uint32_t words[2];
+
+  __device__ __forceinline__ explicit Weights(const float (&weights)[4])
+      : words{Transpose(Pack(weights[0], weights[1])), Transpose(Pack(weights[2], weights[3]))} {}
+#endif
+};
+
+__device__ __forceinline__ uint32_t Word(uint4 chunk, int index) {
+  return index == 0 ? chunk.x : index == 1 ? chunk.y : index == 2 ? chunk.z : chunk.w;
+}
+
+// output[kBlockTiles x 16 elements x 8 heads] += valuesᵀ · weights: this lane's chunk of its four tokens.
+__device__ __forceinline__ void AddValues(float (*output)[4], const uint4 (&values)[4], const Weights& weights) {
+#pragma unroll
+  for (int tile = 0; tile < kBlockTiles; ++tile) {
+#if DTYPE == 0
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      const uint4 first = values[2 * step], second = values[2 * step + 1];
+      MultiplyAddFloat(output[tile],
+                       {Word(first, 2 * tile), Word(first, 2 * tile + 1), Word(second, 2 * tile), Word(second, 2 * tile + 1)},
+                       weights.words[2 * step], weights.words[2 * step + 1]);
+    }
+#else
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = Word(values[i], tile);
+    MultiplyAdd(output[tile],
+                {__byte_perm(word[0], word[1], 0x5410), __byte_perm(word[0], word[1], 0x7632),
+                 __byte_perm(word[2], word[3], 0x5410), __byte_perm(word[2], word[3], 0x7632)},
+                weights.words[0], weights.words[1]);
+#endif
+  }
+}

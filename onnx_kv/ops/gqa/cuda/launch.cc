@@ -7,7 +7,6 @@
 #include "onnx_kv/ops/capi.h"
 #include "onnx_kv/ops/cuda/device.h"
 #include "onnx_kv/ops/cuda/modules.h"
-#include "onnx_kv/ops/gqa/cuda/decode_plan.h"
 #include "onnx_kv/ops/gqa/cuda/plan.h"
 #include "onnx_kv/ops/gqa/cuda/workspace.h"
 
@@ -39,7 +38,9 @@ DeviceLimits LimitsOfCurrent() {
 // From sm_90 on a kernel's launch overlaps the end of the one before it; each waits for that one's memory itself.
 void Enqueue(const Kernel& kernel, Grid grid, const DeviceLimits& limits, CUstream stream, void** arguments) {
   const CUfunction function = LoadKernel(kernel.specialisation, kernel.entry, kernel.shared_bytes, stream);
-  CUlaunchAttribute attributes[2] = {};
+  CUlaunchAttribute overlap = {};
+  overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  overlap.value.programmaticStreamSerializationAllowed = 1;
   CUlaunchConfig config = {};
   config.gridDimX = grid.x;
   config.gridDimY = grid.y;
@@ -48,29 +49,22 @@ void Enqueue(const Kernel& kernel, Grid grid, const DeviceLimits& limits, CUstre
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = kernel.shared_bytes;
   config.hStream = stream;
-  config.attrs = attributes;
   if (limits.major >= 9) {
-    attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attributes[config.numAttrs++].value.programmaticStreamSerializationAllowed = 1;
-  }
-  if (kernel.cluster > 1) {
-    attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attributes[config.numAttrs++].value.clusterDim = {kernel.cluster, 1, 1};
+    config.attrs = &overlap;
+    config.numAttrs = 1;
   }
   CU_CHECK(cuLaunchKernelEx, &config, function, arguments, nullptr);
 }
 
-void LaunchDecode(GqaParams params, const NodeShape& shape, const DeviceLimits& limits, CUstream stream) {
-  const DecodePlan plan = PlanDecode(shape, limits);
-  const auto places = static_cast<int32_t>(params.kv_heads * DivideUp(shape.group, plan.heads));
-  int32_t most_splits = std::clamp(limits.multiprocessors / places, 1, kMostSplits);
+void LaunchDecode(GqaParams params, NodeShape shape, const DeviceLimits& limits, CUstream stream) {
+  DecodePlan plan = PlanDecode(shape, params.kv_heads, params.batch, limits);
   const int32_t longest = (params.present_capacity + plan.unit - 1) / plan.unit;
-  const auto clusters = static_cast<uint32_t>(DivideUp(std::clamp(longest, 1, most_splits), plan.kernel.cluster));
-  const Grid grid = {clusters * plan.kernel.cluster, static_cast<uint32_t>(places), static_cast<uint32_t>(params.batch)};
-  const uint64_t rows = static_cast<uint64_t>(places) * params.batch;
-  Workspace workspace = WorkspaceOf(stream, rows * DivideUp(most_splits, plan.kernel.cluster) * plan.heads * params.head_dim * 2,
-                                    rows * plan.kernel.cluster);
-  void* arguments[] = {&params, &workspace.results, &workspace.tickets, &most_splits};
+  const Grid grid = {static_cast<uint32_t>(std::clamp(longest, 1, plan.splits.most)), static_cast<uint32_t>(plan.places),
+                     static_cast<uint32_t>(params.batch)};
+  const uint64_t rows = static_cast<uint64_t>(plan.places) * params.batch;
+  const auto floats = static_cast<uint64_t>(SplitFloats(plan.heads, params.head_dim)) * grid.x * rows;
+  Workspace workspace = WorkspaceOf(stream, floats, rows);
+  void* arguments[] = {&params, &workspace.results, &workspace.tickets, &shape.group, &plan.splits};
   Enqueue(plan.kernel, grid, limits, stream, arguments);
 }
 

@@ -11,7 +11,7 @@ const std::string kFolder = "onnx_kv/ops/gqa/cuda/";
 
 int32_t ElementBytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Bytes between two rows of a head in shared memory; kRowPitch of the kernels.
+// Bytes between two rows of a head in shared memory; kRowPitch of prefill.cu.
 int32_t RowPitch(const NodeShape& shape) {
   const int32_t padded = (shape.head_dim + 15) / 16 * 16 * ElementBytes(shape.dtype);
   return (padded / 16 | 1) * 16;
@@ -31,34 +31,31 @@ std::string Define(const char* name, int32_t value) { return std::string(name) +
 
 }  // namespace
 
-DecodePlan PlanDecode(const NodeShape& shape, const DeviceLimits& limits) {
-  const int32_t head_tiles = shape.group > 8 ? 2 : 1, heads = 8 * head_tiles;
-  const int32_t row_pitch = RowPitch(shape);
-  const int32_t tile = row_pitch <= 160 ? 32 : 16;  // about 8 KiB of K and V
-  const int32_t own = (heads + 2) * row_pitch + heads * (shape.head_dim + 4) * 4 + 2048;  // the kernel's struct Shared
-  const bool hopper = limits.major >= 9;
-  int32_t bulk = hopper;
-  int32_t cluster = hopper ? 8 : 1;
-  int32_t warps = 4;
-  int32_t stages = 3;
-  auto ring_bytes = [&] { return warps * stages * 2 * tile * row_pitch; };
-  while (ring_bytes() + own > limits.shared_bytes && (stages > 2 || warps > 1)) {
-    if (stages > 2) {
-      stages = 2;
-    } else {
-      warps /= 2;
-      stages = 3;
-    }
+DecodePlan PlanDecode(const NodeShape& shape, int32_t kv_heads, int32_t batch, const DeviceLimits& limits) {
+  constexpr int32_t kTile = 16;
+  const bool alone = batch == 1;
+  const int32_t row_bytes = shape.head_dim * ElementBytes(shape.dtype);
+  const int32_t head_tiles = shape.group > 8 && shape.dtype != DType::kFloat32 ? 2 : 1, heads = 8 * head_tiles;
+  // As many warps as the registers of a multiprocessor hold: 16, 12 or 8, in one block or two.
+  int32_t warps = 8;
+  int32_t blocks = 1;
+  if (head_tiles * row_bytes <= 256) {
+    warps = row_bytes <= 128 ? 16 : 12;
+    blocks = alone ? 1 : 2;
+    warps /= blocks;
   }
-  const int32_t merge_bytes = warps * heads * ((shape.head_dim + 15) / 16 * 16 + 4) * 4;
+  const int32_t own = heads * (row_bytes + 64 + warps * 8) + 2 * row_bytes + 1024;  // the kernel's struct Shared
+  auto merge_bytes = [&] { return warps * heads * (shape.head_dim + 4) * 4; };
+  while (merge_bytes() + own > limits.shared_bytes) warps /= 2;
   DecodePlan plan;
   plan.kernel = {Specialise("decode.cu", shape,
-                            {Define("HEAD_TILES", head_tiles), Define("WARPS", warps), Define("STAGES", stages),
-                             Define("TILE", tile), Define("BULK", bulk), Define("CLUSTER", cluster)}),
-                 "gqa_decode", static_cast<uint32_t>(32 * warps),
-                 static_cast<uint32_t>(std::max(ring_bytes(), merge_bytes)), static_cast<uint32_t>(cluster)};
+                            {Define("HEAD_TILES", head_tiles), Define("WARPS", warps), Define("BLOCKS", blocks)}),
+                 "gqa_decode", static_cast<uint32_t>(32 * warps), static_cast<uint32_t>(merge_bytes())};
   plan.heads = heads;
-  plan.unit = warps * tile;
+  plan.places = kv_heads * ((shape.group + heads - 1) / heads);
+  plan.unit = warps * kTile;
+  const int32_t worthwhile_bytes = alone ? 64 << 10 : 256 << 10;  // of K and V, in a split
+  plan.splits = {std::max(1, limits.multiprocessors / plan.places), std::max(1, worthwhile_bytes / (2 * row_bytes))};
   return plan;
 }
 
@@ -101,8 +98,8 @@ Kernel PlanAppend(const NodeShape& shape) { return {Specialise("append.cu", shap
 Kernel PlanCopyPrefix(const NodeShape& shape) { return {Specialise("append.cu", shape, {}), "gqa_copy_prefix", 256, 0}; }
 
 std::vector<Specialisation> KernelsOf(const NodeShape& shape, const DeviceLimits& limits) {
-  return {PlanDecode(shape, limits).kernel.specialisation, PlanPrefill(shape, limits).attend.specialisation,
-          PlanAppend(shape).specialisation};
+  return {PlanDecode(shape, 1, 1, limits).kernel.specialisation, PlanDecode(shape, 1, 2, limits).kernel.specialisation,
+          PlanPrefill(shape, limits).attend.specialisation, PlanAppend(shape).specialisation};
 }
 
 }  // namespace onnx_kv::cuda

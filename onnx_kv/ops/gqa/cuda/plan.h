@@ -2,6 +2,7 @@
 #pragma once
 
 #include "onnx_kv/ops/cuda/compiler.h"
+#include "onnx_kv/ops/gqa/cuda/decode_plan.h"
 #include "onnx_kv/ops/gqa/params.h"
 
 namespace onnx_kv::cuda {
@@ -24,13 +25,14 @@ struct Kernel {
   const char* entry;
   uint32_t threads;
   uint32_t shared_bytes;  // dynamic
-  uint32_t cluster = 1;   // blocks, along x, that share their shared memory
 };
 
 struct DecodePlan {
   Kernel kernel;
-  int32_t heads;  // query heads of a block, padding included
-  int32_t unit;   // tokens that a block takes at a time
+  int32_t heads;      // query heads of a block, padding included
+  int32_t places;     // blocks that one token of a row has work for
+  int32_t unit;       // tokens that a block takes at a time
+  SplitRule splits;
 };
 
 struct PrefillPlan {
@@ -38,8 +40,9 @@ struct PrefillPlan {
   int32_t rows;  // of queries, a block
 };
 
-// Throw Error (ONNX_KV_UNSUPPORTED) for a head size that is not 32, 40, …, 256.
-DecodePlan PlanDecode(const NodeShape& shape, const DeviceLimits& limits);
+// Throw Error (ONNX_KV_UNSUPPORTED) for a head size that is not 32, 40, …, 256. Decode of one row alone has large blocks,
+// one a multiprocessor; of several rows, smaller ones, whose beginnings and ends overlap.
+DecodePlan PlanDecode(const NodeShape& shape, int32_t kv_heads, int32_t batch, const DeviceLimits& limits);
 PrefillPlan PlanPrefill(const NodeShape& shape, const DeviceLimits& limits);
 Kernel PlanAppend(const NodeShape& shape);
 Kernel PlanCopyPrefix(const NodeShape& shape);
