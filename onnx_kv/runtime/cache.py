@@ -6,8 +6,8 @@ next one piece by piece, so that no single step pays for it. Whatever the layout
 `[batch, kv_heads, capacity, head_dim]`.
 
 What every consumer needs works in every layout, and speaks BNSH numpy arrays (`[batch, kv_heads, tokens, head_dim]`):
-`read`, `write` (seed a prefix), `rewind`, `reset`, `trim`, and saving to a file in `cache_file.py`. Bytes that no token
-was written to are never read.
+`read`, `write` (seed a prefix), `start` (from another row's tokens, `sharing.py`), `rewind`, `reset`, `trim`, and
+saving to a file in `cache_file.py`. Bytes that no token was written to are never read.
 
 An operation that fails (a refused budget, a failed driver call) changes nothing: the rows are as they were.
 One thread at a time uses a cache.
@@ -15,6 +15,7 @@ One thread at a time uses a cache.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +35,7 @@ from onnx_kv.runtime.commit_ahead import CommitAhead
 from onnx_kv.runtime.growth import Moved, make_growth
 from onnx_kv.runtime.growth_event import CacheCounters, GrowthEvent
 from onnx_kv.runtime.row_access import RowAccess
+from onnx_kv.runtime.sharing import Sharing, Start
 from onnx_kv.runtime.transfer import transfer_for
 
 DTYPES: dict[str, npt.DTypeLike] = {
@@ -100,8 +102,10 @@ class KvCache:
         sizes = {"max_length": max_length, "min_bucket": min_bucket, "step": max(1, commit_ahead)}
         memory = self._memory(pool)
         self._growth = make_growth(self.policy, self.geometry, self._transfer, memory, budget, **sizes)
+        self._sharing = Sharing(self.geometry, self._growth, self._transfer)
         self._ahead = CommitAhead(self._growth, self.backing, commit_ahead) if self.backing is not None else None
         self._lengths = [0] * batch
+        self._begun = False  # whether `ensure` has made room since all rows were empty
         self._bucket = next_bucket(0, min_bucket, max_length)
         self._bindings = self._bind()
         self._quiet = [0] * batch  # lengths up to which `ensure` has nothing to do, which is most of the time
@@ -125,6 +129,11 @@ class KvCache:
     def physical_bytes(self) -> int:
         """Bytes of memory behind the cache: whole granules where they are mapped."""
         return self._growth.physical_bytes
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes of memory that rows share with the row that committed them; `physical_bytes` has them there alone."""
+        return self.backing.borrowed_bytes if self.backing is not None else 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -155,11 +164,47 @@ class KvCache:
             old <= new <= quiet for old, new, quiet in zip(self._lengths, lengths, self._quiet, strict=True)
         ):
             self._lengths = list(lengths)
+            self._begun = True
             return None
         wanted = self._checked(lengths)
+        self._detach([old if new > old else None for old, new in zip(self._lengths, wanted, strict=True)])
         event = self._make_room(wanted)
         self._lengths = wanted
+        self._begun = any(wanted)
         return event
+
+    def start(self, row: int, source: KvCache, tokens: int, source_row: int = 0) -> Start:
+        """Let an empty row begin with the first `tokens` of a row of `source`, which may be this cache.
+
+        Whole granules are mapped a second time and charged once; the rest, or all with the reason told, is copied.
+        `source` may go on and be closed; it and this cache are used from the same thread while this runs.
+
+        Raises:
+            ConfigError: the row is not empty, or the caches differ in what a row is. Nothing changed.
+            CapacityError: the row does not fit here, or `source` does not have that many tokens. Nothing changed.
+            OutOfMemoryError, DriverError: the memory cannot be had. The row is empty.
+        """
+        if self._lengths[row]:
+            raise ConfigError(f"row {row} has {self._lengths[row]} tokens; only an empty row starts from another's")
+        mine, its = self.geometry, source.geometry
+        if (mine.layout, mine.layers, self.dtype, self.device) != (its.layout, its.layers, source.dtype, source.device):
+            raise ConfigError("a row can only start from a cache of the same layers, layout, dtype and device")
+        if not 0 < tokens <= source.lengths[source_row]:
+            raise CapacityError(f"{tokens} tokens of a row of {source.lengths[source_row]} cannot be started from")
+        wanted = list(self._lengths)
+        wanted[row] = tokens
+        wanted = self._checked(wanted)
+        self._detach([0 if index == row else None for index in range(self.batch)])  # what an earlier start left
+        start = self._sharing.map(row, source._sharing, source_row, tokens)
+        if self._ahead is not None:
+            self._ahead.restart()
+        self._make_room(wanted)
+        copied = self._sharing.copy(row, source._sharing, source_row, tokens, start.decline_reason is None)
+        self._lengths = wanted
+        self._quiet = [0] * self.batch
+        self.counters.shared_starts += start.decline_reason is None
+        self.counters.copied_starts += start.decline_reason is not None
+        return dataclasses.replace(start, copied_bytes=copied)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget all but the first `lengths[b]` tokens of each row. Memory stays.
@@ -172,6 +217,9 @@ class KvCache:
         ):
             raise CapacityError(f"rows of {self._lengths} tokens cannot be rewound to {list(lengths)}")
         self._lengths = list(lengths)
+        self._begun = self._begun and any(lengths)
+        if any(self._sharing.reaches(row, length) for row, length in enumerate(lengths)):
+            self._quiet = [0] * self.batch  # the next token is written where others read
 
     def reset(self) -> None:
         """Forget all tokens. Memory stays."""
@@ -238,6 +286,7 @@ class KvCache:
                 while the new values are written leaves the cache empty.
         """
         wanted = self._checked(lengths, grow_only=False)
+        self._detach([0] * self.batch)
         self._make_room([max(pair) for pair in zip(wanted, self._lengths, strict=True)])
         self._lengths = [0] * self.batch
         for layer in range(len(self.geometry.layers)):
@@ -246,6 +295,7 @@ class KvCache:
                     if length:
                         self._rows.write(self._growth, layer, side, row, source(layer, side, row))
         self._lengths = wanted
+        self._begun = any(wanted)
 
     def __enter__(self) -> Self:
         return self
@@ -281,6 +331,19 @@ class KvCache:
             )
         return [max(pair) for pair in zip(lengths, self._lengths, strict=True)] if grow_only else list(lengths)
 
+    def _detach(self, starts: Sequence[int | None]) -> None:
+        """Let nothing from token `starts[b]` of each row on lie in memory that others read; None leaves a row alone."""
+        for row, (start, length) in enumerate(zip(starts, self._lengths, strict=True)):
+            if start is None or not self._sharing.reaches(row, start):
+                continue
+            self._quiet = [0] * self.batch
+            try:
+                self.counters.detached_granules += self._sharing.detach(row, start, length)
+            except NativeError as error:
+                raise type(error)(
+                    f"row {row} cannot be written to from token {start} on, which it shares with other rows: {error}"
+                ) from error
+
     def _make_room(self, wanted: Sequence[int]) -> GrowthEvent | None:
         longest, bucket, before = max(wanted), self._bucket, self._bindings
         moved = Moved(0, 0)
@@ -288,11 +351,14 @@ class KvCache:
             moved = self._grow(wanted)
         elif self._ahead is not None:
             self._ahead.step(wanted)
-        self._quiet = self._quiet_lengths(wanted)
+        self._quiet = [
+            length if self._sharing.reaches(row, length) else quiet  # a row's first write into its prefix is not quiet
+            for row, (length, quiet) in enumerate(zip(wanted, self._quiet_lengths(wanted), strict=True))
+        ]
         if longest <= bucket:
             return None
         self._bucket = next_bucket(longest, self._min_bucket, self.max_length)
-        if not any(self._lengths):
+        if not self._begun:
             return None  # the bucket that holds the prompt is no growth
         event = GrowthEvent(bucket, self._bucket, moved.nbytes, moved.copied, before, self._bindings)
         self.counters.growth_events += 1

@@ -116,7 +116,7 @@ def make_growth(
     sizes = [geometry.reservation_bytes(index, max_length) for index in range(geometry.reservations)]
     backing = Backing(memory, sizes, budget)
     if policy is GrowthPolicy.FIXED_STRIDE:
-        return _FixedStride(geometry, backing, max_length, min_bucket, step)
+        return FixedStride(geometry, backing, max_length, min_bucket, step)
     return _InPlaceBucket(geometry, backing, transfer, max_length, min_bucket)
 
 
@@ -153,8 +153,11 @@ class _Mapped:
         ]
 
 
-class _FixedStride(_Mapped):
-    """Stripes spaced for the longest sequence; each row's prefix is committed, `step` tokens at a time."""
+class FixedStride(_Mapped):
+    """Stripes spaced for the longest sequence; each row's prefix is committed, `step` tokens at a time.
+
+    Since no stripe ever moves, rows can share granules: `sharing.py` maps them and tells by `forget` what it unmapped.
+    """
 
     def __init__(self, geometry: CacheGeometry, backing: Backing, max_length: int, min_bucket: int, step: int) -> None:
         super().__init__(geometry, backing)
@@ -164,9 +167,11 @@ class _FixedStride(_Mapped):
         self._committed = [0] * geometry.batch
 
     def covers(self, lengths: Sequence[int]) -> bool:
+        """See `Growth`."""
         return all(length <= done for length, done in zip(lengths, self._committed, strict=True))
 
     def grow(self, live: Sequence[int], lengths: Sequence[int]) -> Moved:
+        """See `Growth`."""
         targets = [
             self._target(length) if length > done else done
             for length, done in zip(lengths, self._committed, strict=True)
@@ -176,9 +181,11 @@ class _FixedStride(_Mapped):
         return Moved(0, 0)
 
     def boundaries(self, lengths: Sequence[int]) -> list[Boundary]:
+        """See `Growth`."""
         return [Boundary(done, done - length) for length, done in zip(lengths, self._committed, strict=True)]
 
     def upcoming(self, part: int) -> list[Piece]:
+        """See `Growth`."""
         if self._committed[part] in (0, self.capacity):
             return []  # an empty row is not about to grow, a full one cannot
         targets = list(self._committed)
@@ -186,9 +193,16 @@ class _FixedStride(_Mapped):
         return self._pieces(self._ranges(targets, self._committed))
 
     def trim(self, live: Sequence[int]) -> None:
-        targets = [self._target(length) if length else 0 for length in live]
+        """See `Growth`."""
+        targets = [
+            min(self._target(length), done) if length else 0 for length, done in zip(live, self._committed, strict=True)
+        ]
         self.backing.retain(self._ranges(targets, None))
         self._committed = targets
+
+    def forget(self, row: int, length: int) -> None:
+        """Take nothing beyond a row's first `length` tokens for committed: the next growth looks for itself."""
+        self._committed[row] = min(self._committed[row], length)
 
     def _target(self, length: int) -> int:
         return next_commit(length, self._min_bucket, self._step, self.capacity)

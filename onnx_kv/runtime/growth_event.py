@@ -1,4 +1,4 @@
-"""What a growth of the cache was, and what growths have been so far."""
+"""What a growth of the cache was, and what a cache has done so far."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ class GrowthEvent:
 
 @dataclass
 class CacheCounters:
-    """What growth has done since the cache was made."""
+    """What growth and sharing have done since the cache was made; `stats.py` defines each."""
 
     growth_events: int = 0
     growth_keeps: int = 0
     bytes_moved: int = 0
     bytes_copied: int = 0
+    shared_starts: int = 0
+    copied_starts: int = 0
+    detached_granules: int = 0

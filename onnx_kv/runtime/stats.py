@@ -3,7 +3,7 @@
 | owner              | counters                                                                       |
 |--------------------|--------------------------------------------------------------------------------|
 | decoder            | tokens, steps and seconds of prefill and decode                                |
-| cache              | growth events, bytes moved, and what its memory holds: bytes, maps, map time   |
+| cache              | growth, sharing, and what its memory holds: bytes, maps, map time              |
 | captured step      | captures, replays, keeps, invalidations and their reasons, `decline_reason`    |
 """
 
@@ -82,6 +82,19 @@ class Stats:
     reserved_kv_bytes: int = 0
     """Bytes of address range reserved for the cache now; equal to `physical_kv_bytes` for plain buffers."""
 
+    borrowed_kv_bytes: int = 0
+    """Bytes of granules that rows share with the row or cache that committed them: `physical_kv_bytes` has each once,
+    where it was committed."""
+
+    shared_starts: int = 0
+    """Rows that started from another's tokens by mapping its granules."""
+
+    copied_starts: int = 0
+    """Rows that started from another's tokens by copying all of them."""
+
+    detached_granules: int = 0
+    """Shared granules that a row gave up because it was about to write where they lay."""
+
     maps: int = 0
     """Granules mapped at an address."""
 
@@ -99,6 +112,9 @@ class Stats:
         self.growth_events += cache.counters.growth_events
         self.kv_bytes_moved += cache.counters.bytes_moved
         self.kv_bytes_copied += cache.counters.bytes_copied
+        self.shared_starts += cache.counters.shared_starts
+        self.copied_starts += cache.counters.copied_starts
+        self.detached_granules += cache.counters.detached_granules
         if cache.backing is not None:
             self.maps += cache.backing.maps
             self.unmaps += cache.backing.unmaps
@@ -110,6 +126,7 @@ class Stats:
         if cache is not None:
             now.absorb(cache)
             now.physical_kv_bytes = cache.physical_bytes
+            now.borrowed_kv_bytes = cache.borrowed_bytes
             now.reserved_kv_bytes = cache.reserved_bytes
             now.growth_decline_reason = cache.decline_reason
         return now
