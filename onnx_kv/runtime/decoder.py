@@ -21,6 +21,7 @@ from onnx_kv.runtime.config import RuntimeConfig
 from onnx_kv.runtime.cuda_engine import CudaEngine
 from onnx_kv.runtime.host_engine import HostEngine
 from onnx_kv.runtime.model import RuntimeModel
+from onnx_kv.runtime.prefixes import Prefixes
 from onnx_kv.runtime.rows import Engine, FinishReason, Row
 from onnx_kv.runtime.sampling import GREEDY, Sampling
 from onnx_kv.runtime.session import Session
@@ -88,6 +89,7 @@ class Decoder:
         self._rows: list[Row] = []
         self._closed = False
         self._uses = 0  # how often a stream under way was made void
+        self._prefixes = Prefixes()
         self._cache: KvCache | None = None
         self._engine: Engine | None = None
 
@@ -103,7 +105,7 @@ class Decoder:
     @property
     def stats(self) -> Stats:
         """The counters as they are now; a copy."""
-        return self._stats.snapshot(self._cache)
+        return self._stats.snapshot(self._cache, self._prefixes.caches)
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -133,7 +135,7 @@ class Decoder:
         for index, (row, prompt) in enumerate(zip(rows, batch, strict=True)):
             if not row.tokens and not prompt:
                 raise ConfigError(f"the prompt of row {index} is empty; give at least one token")
-            self._check_tokens(index, prompt)
+            self._check_tokens(f"the prompt of row {index}", prompt)
             if len(row.tokens) + len(prompt) >= self.max_length:
                 raise CapacityError(
                     f"row {index} would have {len(row.tokens) + len(prompt)} tokens, and a row has room for "
@@ -142,6 +144,48 @@ class Decoder:
         self._rows = rows
         for row, prompt in zip(rows, batch, strict=True):
             row.tokens += prompt
+
+    def share_prefix(self, tokens: Sequence[int]) -> None:
+        """Compute the first tokens that many prompts have in common, once.
+
+        A stream under way is over. Every row that begins with these tokens from now on starts from there: it computes
+        what follows alone, and shares their memory where granules can be mapped (`sharing.py`; `stats.copy_reasons`
+        says why not). The longest known prefix counts. They are kept until `drop_prefixes` or `close`.
+
+        Raises:
+            ConfigError: there are no tokens, or one that the model does not have.
+            CapacityError: a row would have no room for a token behind them.
+            OutOfMemoryError: there is no memory for them; nothing changed.
+        """
+        if not tokens:
+            raise ConfigError("a shared prefix needs at least one token")
+        self._check_tokens("the shared prefix", tokens)
+        if len(tokens) >= self.max_length:
+            raise CapacityError(
+                f"the shared prefix has {len(tokens)} tokens, and a row has room for {self.max_length} with at least "
+                "one to generate; shorten it or raise max_length"
+            )
+        self._begin_use()
+        if self._prefixes.knows(tokens):
+            return
+        row = Row(list(tokens))
+        cache = self._make_cache(1, commit_ahead=0)
+        try:
+            engine = self._make_engine(cache, Stats())
+            try:
+                self._prefill(engine, cache, [row])
+            finally:
+                engine.close()
+        except BaseException:
+            cache.close()
+            raise
+        self._prefixes.add(row.tokens, cache)
+
+    def drop_prefixes(self) -> None:
+        """Forget the shared prefixes. What rows share of them stays in memory until those are gone."""
+        for cache in self._prefixes.clear():
+            self._stats.absorb(cache)
+            cache.close()
 
     def rewind(self, length: int) -> None:
         """Take back all tokens of every row beyond the first `length`; the next generation goes on from there.
@@ -243,6 +287,7 @@ class Decoder:
         self._begin_use()
         self._rows = []
         self._drop_cache()
+        self.drop_prefixes()
         self._session.close()
         if self._stream is not None:
             self._stream.close()
@@ -266,12 +311,12 @@ class Decoder:
         if self._uses != use:
             raise ConfigError("this stream is over: its decoder has been used otherwise since")
 
-    def _check_tokens(self, index: int, prompt: Sequence[int]) -> None:
+    def _check_tokens(self, what: str, prompt: Sequence[int]) -> None:
         most = self.model.vocabulary
         unknown = next((token for token in prompt if token < 0 or (most is not None and token >= most)), None)
         if unknown is not None:
             last = "" if most is None else f" to {most - 1}"
-            raise ConfigError(f"the prompt of row {index} has the token {unknown}; the model has tokens from 0{last}")
+            raise ConfigError(f"{what} has the token {unknown}; the model has tokens from 0{last}")
 
     def _set_limits(self, max_new_tokens: int | None) -> None:
         for index, row in enumerate(self._rows):
@@ -309,13 +354,19 @@ class Decoder:
 
     def _prefilled(self) -> Engine:
         """Bring every row into the cache, but for what was there; the engine then has the logits of each row's end."""
-        started = time.perf_counter()
         engine, cache = self._fitting_engine()
-        cache.rewind([row.cached for row in self._rows])  # the rows, not the cache, know what has been taken back
-        engine.make_room([len(row.tokens) for row in self._rows])
-        for index, row in enumerate(self._rows):
+        self._prefill(engine, cache, self._rows)
+        return engine
+
+    def _prefill(self, engine: Engine, cache: KvCache, rows: Sequence[Row]) -> None:
+        started = time.perf_counter()
+        for row in rows:
             # The logits of the last token are wanted, so it is computed again where the cache has it.
             row.cached = min(row.cached, len(row.tokens) - 1)
+        cache.rewind([row.cached for row in rows])  # the rows, not the cache, know what has been taken back
+        self._stats.copy_reasons.update(self._prefixes.start(cache, rows))
+        engine.make_room([len(row.tokens) for row in rows])
+        for index, row in enumerate(rows):
             self._stats.prompt_tokens += len(row.tokens) - row.cached
             while row.cached < len(row.tokens):
                 piece = row.tokens[row.cached : row.cached + self.config.prefill_chunk]
@@ -323,7 +374,6 @@ class Decoder:
                 row.cached += len(piece)
                 self._stats.prefill_runs += 1
         self._stats.prefill_seconds += time.perf_counter() - started
-        return engine
 
     def _fitting_engine(self) -> tuple[Engine, KvCache]:
         """The engine and cache for as many rows as there are now."""
@@ -332,14 +382,14 @@ class Decoder:
         if self._cache is None or self._engine is None:
             cache = self._make_cache(len(self._rows))
             try:
-                self._engine = self._make_engine(cache)
+                self._engine = self._make_engine(cache, self._stats)
             except OnnxKvError:
                 cache.close()
                 raise
             self._cache = cache
         return self._engine, self._cache
 
-    def _make_cache(self, batch: int) -> KvCache:
+    def _make_cache(self, batch: int, commit_ahead: int | None = None) -> KvCache:
         config, layers = self.config, self.model.layers
         most, policy, bucket = self.max_length, config.growth, config.min_bucket
         if self._stock:
@@ -354,16 +404,16 @@ class Decoder:
             most,
             policy=policy,
             min_bucket=bucket,
-            commit_ahead=config.commit_ahead,
+            commit_ahead=config.commit_ahead if commit_ahead is None else commit_ahead,
             device=str(config.device),
             stream=self._stream,
             budget=config.budget,
         )
 
-    def _make_engine(self, cache: KvCache) -> Engine:
+    def _make_engine(self, cache: KvCache, stats: Stats) -> Engine:
         if self._stream is None:
-            return HostEngine(self._session, cache, self.config.graph, self._stats)
-        return CudaEngine(self._session, cache, self.config.graph, self._stats, self._stream)
+            return HostEngine(self._session, cache, self.config.graph, stats)
+        return CudaEngine(self._session, cache, self.config.graph, stats, self._stream)
 
     def _drop_cache(self) -> None:
         if self._engine is not None:

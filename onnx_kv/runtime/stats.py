@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -92,6 +93,9 @@ class Stats:
     copied_starts: int = 0
     """Rows that started from another's tokens by copying all of them."""
 
+    copy_reasons: Counter[str] = field(default_factory=Counter)
+    """Why rows that could have shared a prefix copied all of it (see `sharing.py`): reason → times."""
+
     detached_granules: int = 0
     """Shared granules that a row gave up because it was about to write where they lay."""
 
@@ -120,15 +124,15 @@ class Stats:
             self.unmaps += cache.backing.unmaps
             self.map_seconds += cache.backing.map_seconds
 
-    def snapshot(self, cache: KvCache | None) -> Stats:
-        """A copy of the counters as they are now, those of the cache there is included."""
+    def snapshot(self, cache: KvCache | None, prefixes: Iterable[KvCache] = ()) -> Stats:
+        """A copy of the counters as they are now, those of the cache there is and of shared prefixes included."""
         now = copy.deepcopy(self)
-        if cache is not None:
-            now.absorb(cache)
-            now.physical_kv_bytes = cache.physical_bytes
-            now.borrowed_kv_bytes = cache.borrowed_bytes
-            now.reserved_kv_bytes = cache.reserved_bytes
-            now.growth_decline_reason = cache.decline_reason
+        for item in [*prefixes, *([] if cache is None else [cache])]:
+            now.absorb(item)
+            now.physical_kv_bytes += item.physical_bytes
+            now.borrowed_kv_bytes += item.borrowed_bytes
+            now.reserved_kv_bytes += item.reserved_bytes
+            now.growth_decline_reason = item.decline_reason
         return now
 
     def tokens_per_second(self) -> float:
