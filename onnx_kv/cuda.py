@@ -77,7 +77,6 @@ _stream_create = function("onnx_kv_cuda_stream_create", _I32, _P64)
 _stream_destroy = function("onnx_kv_cuda_stream_destroy", _I32, _U64)
 _stream_synchronize = function("onnx_kv_cuda_stream_synchronize", _I32, _U64)
 _stream_query = function("onnx_kv_cuda_stream_query", _I32, _U64, _P32)
-_stream_wait_event = function("onnx_kv_cuda_stream_wait_event", _I32, _U64, _U64)
 _copy = function("onnx_kv_cuda_copy", _I32, _U64, _U64, _U64, _U64, _I32)
 _copy_pitched = function("onnx_kv_cuda_copy_pitched", _I32, _U64, ctypes.POINTER(PitchedCopy), _U64, _I32)
 _move = function("onnx_kv_cuda_move", _I32, _U64, ctypes.POINTER(Move), _U64)
@@ -218,10 +217,6 @@ class Stream(_Owned):
         done = _I32()
         _stream_query(self.device, self.handle, ctypes.byref(done))
         return bool(done.value)
-
-    def wait(self, event: Event) -> None:
-        """Let later work of this stream start only after `event`."""
-        _stream_wait_event(self.device, self.handle, event.handle)
 
     def copy(self, destination: int, source: int, nbytes: int, kind: CopyKind) -> None:
         """Queue a copy of `nbytes` between two disjoint addresses."""

@@ -64,7 +64,6 @@ ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_stream_create(int32_t device, void** st
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_stream_destroy(int32_t device, void* stream);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_stream_synchronize(int32_t device, void* stream);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_stream_query(int32_t device, void* stream, int32_t* done);
-ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_stream_wait_event(int32_t device, void* stream, void* event);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_copy(int32_t device, void* stream, uint64_t destination, uint64_t source,
                                               uint64_t bytes, OnnxKvCopyKind kind);
 ONNX_KV_EXPORT OnnxKvStatus onnx_kv_cuda_copy_pitched(int32_t device, void* stream, const OnnxKvPitchedCopy* copies,

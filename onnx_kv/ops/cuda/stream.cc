@@ -101,13 +101,6 @@ OnnxKvStatus onnx_kv_cuda_stream_query(int32_t device, void* stream, int32_t* do
   });
 }
 
-OnnxKvStatus onnx_kv_cuda_stream_wait_event(int32_t device, void* stream, void* event) {
-  return Guard([&] {
-    UseDevice use(device);
-    CU_CHECK(cuStreamWaitEvent, Stream(stream), Event(event), 0);
-  });
-}
-
 OnnxKvStatus onnx_kv_cuda_copy(int32_t device, void* stream, uint64_t destination, uint64_t source, uint64_t bytes,
                                OnnxKvCopyKind kind) {
   return Guard([&] {
