@@ -120,3 +120,16 @@ def test_tokens_come_out_before_a_refused_growth(patched: Patched, simulated: Si
     assert decoder.tokens[0][20:] == everything[:13], "the thirteenth comes from the last step in the bucket of 32"
     decoder.rewind(22)
     assert tokens(decoder, None, 10) == [everything[2:12]]
+
+
+def test_rows_start_from_a_shared_prefix(patched: Patched, simulated: Simulated) -> None:
+    directory = patched("qwen2-tiny", KvLayout.TOKEN_MAJOR.cli_name, lift_sequence_lengths=True)
+    settings = {"growth": "fixed-stride", "graph": "on"}
+    device, host = simulated(directory, **settings), Decoder(directory, growth="fixed-stride")
+    device.share_prefix(prompt(128))
+    prompts = [[*prompt(128), 7, 8, 9], [*prompt(128), 100], prompt(5)]
+    for _ in range(2):
+        expected = host.generate(prompts, max_new_tokens=20, stop_tokens=())
+        assert device.generate(prompts, max_new_tokens=20, stop_tokens=()) == expected
+    assert device.stats.shared_starts == 4
+    assert device.stats.captures == 1

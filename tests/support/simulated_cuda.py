@@ -22,6 +22,7 @@ from onnx_kv.runtime.cuda_engine import CudaEngine
 from onnx_kv.runtime.decoder import Decoder
 from onnx_kv.runtime.rows import Engine
 from onnx_kv.runtime.sampling import HostSampler, Sampling
+from onnx_kv.runtime.stats import Stats
 
 
 class Buffer:
@@ -196,10 +197,10 @@ class _Session:
 class SimulatedDecoder(Decoder):
     """A decoder whose steps go through the CUDA engine."""
 
-    def _make_engine(self, cache: KvCache) -> Engine:
+    def _make_engine(self, cache: KvCache, stats: Stats) -> Engine:
         stream = Stream(cache.signature)
         session: Any = _Session(self._session, stream)
-        return CudaEngine(session, cache, self.config.graph, self._stats, stream)  # type: ignore[arg-type]
+        return CudaEngine(session, cache, self.config.graph, stats, stream)  # type: ignore[arg-type]
 
 
 @pytest.fixture
