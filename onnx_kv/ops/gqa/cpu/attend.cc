@@ -90,6 +90,7 @@ class Attention {
   const int32_t group_;
   const size_t element_;
   Plan plan_;
+  std::vector<std::atomic<int32_t>> left_;  // [blocks] units that have not ended
   float* partials_ = nullptr;
 };
 
@@ -110,26 +111,22 @@ void Attention::Run(const ParallelFor& parallel_for) {
   float* const base = memory.get();
   partials_ = base + lanes * lane_floats;
 
-  const auto in_lanes = [&](size_t count, const auto& work) {
-    std::atomic<size_t> taken = 0;
-    const auto run = [&](size_t index) {
-      Lane lane(base + index * lane_floats, p_.head_dim);
-      for (size_t i = taken++; i < count; i = taken++) work(count - 1 - i, lane);
-    };
-    parallel_for(std::min(lanes, count), run);
-  };
-  in_lanes(plan_.units.size(), [&](size_t i, Lane& lane) { RunUnit(plan_.units[i], lane); });
-  if (plan_.partial_rows == 0) return;
-  in_lanes(plan_.blocks.size(), [&](size_t i, Lane& lane) {
-    if (plan_.blocks[i].split) MergeBlock(plan_.blocks[i], lane);
+  left_ = std::vector<std::atomic<int32_t>>(plan_.blocks.size());
+  for (size_t i = 0; i < left_.size(); ++i) left_[i] = plan_.blocks[i].units;
+  std::atomic<size_t> taken = 0;
+  parallel_for(lanes, [&](size_t index) {
+    Lane lane(base + index * lane_floats, p_.head_dim);
+    const size_t count = plan_.units.size();
+    for (size_t i = taken++; i < count; i = taken++) RunUnit(plan_.units[count - 1 - i], lane);
   });
 }
 
 void Attention::RunUnit(const Unit& unit, Lane& lane) {
   const Block& block = plan_.blocks[unit.block];
   TakeQueries(block, lane);
-  if (block.split) {
+  if (block.units > 1) {
     for (int32_t i = unit.first_tile; i < unit.last_tile; ++i) AttendTile(block, i, lane, Partial(block, i));
+    if (--left_[unit.block] == 0) MergeBlock(block, lane);  // whoever ends last
     return;
   }
   Reset(lane.total, block.all_rows());

@@ -7,14 +7,15 @@
 namespace onnx_kv::cpu {
 namespace {
 
-constexpr int64_t kFarApart = 512;  // elements from one position to the next
+constexpr size_t kUnitsPerThread = 2;  // of a split block, so that a thread that is held up does not hold up the call
+constexpr int64_t kFarApart = 512;     // elements from one position to the next
 
 // KV heads of one block. Where the heads of a position lie together and positions far apart, a decode reads them
 // together, if that leaves enough pieces for all threads.
 int32_t HeadsTogether(const GqaParams& p, int64_t rows, int32_t tiles, size_t threads) {
   const bool apart = p.present.head > p.head_dim || p.present.seq < kFarApart;
   if (apart || rows > kMaxRows / 2) return 1;
-  const size_t pieces = static_cast<size_t>(p.batch) * p.kv_heads * tiles / (2 * threads);
+  const size_t pieces = static_cast<size_t>(p.batch) * p.kv_heads * tiles / (kUnitsPerThread * threads);
   const size_t most = std::min<size_t>(kMaxRows / rows, p.kv_heads);
   return static_cast<int32_t>(std::clamp<size_t>(pieces, 1, most));
 }
@@ -49,12 +50,13 @@ Plan MakePlan(const GqaParams& params, const std::vector<Lengths>& lengths, size
   size_t tiles = 0;
   for (const Block& block : plan.blocks) tiles += block.tiles();
   const bool few = plan.blocks.size() < threads;
-  const auto span = static_cast<int32_t>(few ? (tiles + threads - 1) / threads : tiles);
+  const size_t pieces = kUnitsPerThread * threads;
+  const auto span = static_cast<int32_t>(few ? (tiles + pieces - 1) / pieces : tiles);
   for (size_t i = 0; i < plan.blocks.size(); ++i) {
     Block& block = plan.blocks[i];
-    block.split = block.tiles() > span;
+    block.units = (block.tiles() + span - 1) / span;
     block.partial = plan.partial_rows;
-    if (block.split) plan.partial_rows += static_cast<size_t>(block.tiles()) * block.all_rows();
+    if (block.units > 1) plan.partial_rows += static_cast<size_t>(block.tiles()) * block.all_rows();
     for (int32_t tile = block.first_tile; tile < block.last_tile; tile += span) {
       plan.units.push_back({i, tile, std::min(tile + span, block.last_tile)});
     }

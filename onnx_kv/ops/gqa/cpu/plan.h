@@ -21,8 +21,8 @@ struct Block {
   int32_t rows;
   int32_t first_tile;  // tiles that hold a key which one of the rows sees: [first_tile, last_tile)
   int32_t last_tile;
-  bool split;      // whether several units share the block
-  size_t partial;  // if so, place of its first tile's rows among all that are kept until they are merged
+  int32_t units;   // that share the block
+  size_t partial;  // if several do: place of its first tile's rows among all that are kept until they are merged
 
   int32_t all_rows() const { return heads * rows; }
   int32_t tiles() const { return last_tile - first_tile; }
