@@ -63,11 +63,10 @@ class Attention {
 
  private:
   void RunUnit(const Unit& unit, Lane& lane);
-  void MergeBlock(const Block& block, Lane& lane);
+  void MergeBlock(const Block& block);
   void TakeQueries(const Block& block, Lane& lane);
   void AttendTile(const Block& block, int32_t index, Lane& lane, const State& state);
-  void Reset(const State& state, int32_t rows);
-  void Write(const Block& block, Lane& lane);
+  void Write(const Block& block, const State& total);
 
   struct QueryRow {
     int32_t token;  // of the call
@@ -126,23 +125,23 @@ void Attention::RunUnit(const Unit& unit, Lane& lane) {
   TakeQueries(block, lane);
   if (block.units > 1) {
     for (int32_t i = unit.first_tile; i < unit.last_tile; ++i) AttendTile(block, i, lane, Partial(block, i));
-    if (--left_[unit.block] == 0) MergeBlock(block, lane);  // whoever ends last
+    if (--left_[unit.block] == 0) MergeBlock(block);  // whoever ends last
     return;
   }
-  Reset(lane.total, block.all_rows());
-  for (int32_t i = unit.first_tile; i < unit.last_tile; ++i) {
+  AttendTile(block, unit.first_tile, lane, lane.total);
+  for (int32_t i = unit.first_tile + 1; i < unit.last_tile; ++i) {
     AttendTile(block, i, lane, lane.tile);
     kernels_.merge(lane.total, lane.tile, block.all_rows(), p_.head_dim);
   }
-  Write(block, lane);
+  Write(block, lane.total);
 }
 
-void Attention::MergeBlock(const Block& block, Lane& lane) {
-  Reset(lane.total, block.all_rows());
-  for (int32_t i = block.first_tile; i < block.last_tile; ++i) {
-    kernels_.merge(lane.total, Partial(block, i), block.all_rows(), p_.head_dim);
+void Attention::MergeBlock(const Block& block) {
+  const State total = Partial(block, block.first_tile);
+  for (int32_t i = block.first_tile + 1; i < block.last_tile; ++i) {
+    kernels_.merge(total, Partial(block, i), block.all_rows(), p_.head_dim);
   }
-  Write(block, lane);
+  Write(block, total);
 }
 
 void Attention::TakeQueries(const Block& block, Lane& lane) {
@@ -197,23 +196,17 @@ void Attention::AttendTile(const Block& block, int32_t index, Lane& lane, const 
   kernels_.attend(tile, state);
 }
 
-void Attention::Reset(const State& state, int32_t rows) {
-  std::fill_n(state.peak, rows, -kInfinity);
-  std::fill_n(state.sum, rows, 0.0f);
-  std::fill_n(state.out, rows * PaddedDim(p_.head_dim), 0.0f);
-}
-
-void Attention::Write(const Block& block, Lane& lane) {
+void Attention::Write(const Block& block, const State& total) {
   for (int32_t i = 0; i < block.all_rows(); ++i) {
     const QueryRow row = RowOf(block, i);
     float sink = p_.smooth_softmax ? 0.0f : -kInfinity;
     if (p_.head_sink != nullptr) {
       kernels_.widen(p_.dtype, static_cast<const char*>(p_.head_sink) + row.head * element_, &sink, 1);
     }
-    kernels_.finish(lane.total, i, p_.head_dim, sink);
+    kernels_.finish(total, i, p_.head_dim, sink);
     const int64_t to = ((int64_t{block.sequence} * p_.q_len + row.token) * p_.q_heads + row.head) * p_.head_dim;
-    kernels_.narrow(p_.dtype, lane.total.out + i * PaddedDim(p_.head_dim),
-                    static_cast<char*>(p_.output) + to * element_, p_.head_dim);
+    kernels_.narrow(p_.dtype, total.out + i * PaddedDim(p_.head_dim), static_cast<char*>(p_.output) + to * element_,
+                    p_.head_dim);
   }
 }
 
