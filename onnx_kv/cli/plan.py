@@ -11,6 +11,7 @@ from rich.table import Table
 
 from onnx_kv.cli._console import output
 from onnx_kv.cli._geometry import BATCH, geometry_options, model_cache
+from onnx_kv.cli._paths import OutputFile
 from onnx_kv.cli._units import byte_count, bytes_text, token_counts
 from onnx_kv.planning.plan import Cost, Plan, make_plan
 from onnx_kv.planning.plot import plot_committed
@@ -29,7 +30,7 @@ _DEFAULT_CONTEXTS = (512, 2048, 8192, 32768, 131072)
 @click.option("--granularity", type=byte_count, default="2MiB", show_default=True, help="Bytes a mapping commits.")
 @click.option("--memory", type=byte_count, help="Find the longest context that fits these bytes, e.g. 16GiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw committed bytes over context into this PNG or SVG.")
+@click.option("--plot", type=OutputFile(), help="Draw committed bytes over context into this PNG or SVG.")
 def command(
     model: Path | None,
     geometry: str | None,

@@ -15,6 +15,7 @@ from onnx_kv.bench.result import environment
 from onnx_kv.bench.sweep import Point, Step, Sweep, run_sweep
 from onnx_kv.cli._console import output
 from onnx_kv.cli._geometry import BATCH, geometry_options, model_cache
+from onnx_kv.cli._paths import OutputFile
 from onnx_kv.cli._units import byte_count, bytes_text, token_counts
 from onnx_kv.planning.plot import Mark, plot_committed
 from onnx_kv.planning.source import ModelCache
@@ -37,8 +38,8 @@ _CONTEXTS = (_SHORT, 512, 2048)
 @click.option("--granularity", type=byte_count, help="Bytes of a granule.  [default: the GPU's own; 2MiB on the host]")
 @click.option("--budget", type=byte_count, default="2GiB", show_default=True, help="Most bytes that a cache may hold.")
 @click.option("--json", "as_json", is_flag=True, help="Print the sweep as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw committed bytes over context into this file.")
-@click.option("--window-map", type=click.Path(path_type=Path), help="Draw the live windows of --boundary tokens.")
+@click.option("--plot", type=OutputFile(), help="Draw committed bytes over context into this file.")
+@click.option("--window-map", type=OutputFile(), help="Draw the live windows of --boundary tokens.")
 @click.pass_context
 def command(
     ctx: click.Context,

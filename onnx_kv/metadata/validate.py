@@ -42,6 +42,10 @@ def validate_metadata(model_dir: str | Path) -> Validation:
         MetadataError: there is nothing to compare: no readable metadata, no readable graph.
     """
     directory = Path(model_dir)
+    if not directory.is_dir():
+        raise MetadataError(f"{directory} is not a directory; give the directory that holds {FILE_NAME}")
+    if not os.path.lexists(directory / FILE_NAME):
+        raise MetadataError(f"{directory / FILE_NAME} does not exist; write it with: onnx-kv metadata {directory}")
     metadata = load_metadata(directory)
     config = DecoderConfig.read(directory) if os.path.lexists(directory / CONFIG_FILE) else None
     if config is None:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from google.protobuf.message import Message
 
 from onnx_kv.errors import ModelDirError
-from onnx_kv.model_dir.source import ModelDir
+from onnx_kv.model_dir.source import LFS_POINTER, ModelDir
 
 _MOST_PROBLEMS = 5  # named in one refusal: a data file cut short has thousands
 
@@ -78,6 +78,13 @@ def _resolve(model_dir: ModelDir, location: str) -> Path:
         raise ModelDirError(f"it is a link to {real}, outside the model's directory; copy the file here instead")
     if not real.is_file():
         raise ModelDirError("it is not a regular file")
+    try:
+        with real.open("rb") as stream:
+            head = stream.read(len(LFS_POINTER))
+    except OSError as error:
+        raise ModelDirError(f"the file cannot be read: {error.strerror}") from error
+    if head == LFS_POINTER:
+        raise ModelDirError("it is a Git LFS pointer, not the weights; run `git lfs pull`")
     return real
 
 

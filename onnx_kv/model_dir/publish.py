@@ -63,7 +63,7 @@ def check_output(model_dir: ModelDir, output: Path, *, force: bool) -> Path:
     if not output.parent.is_dir():
         raise ModelDirError(f"{output.parent} does not exist; create it first")
     if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise ModelDirError(f"{output.parent} cannot be written: permission denied")
+        raise ModelDirError(f"{output.parent} cannot be written: no permission, or a read-only file system")
     if os.path.lexists(output):
         if not force:
             raise ModelDirError(f"{output} exists; choose another output, or replace it with --force")

@@ -16,7 +16,7 @@ from onnx_kv.metadata.json_file import read_object
 CONFIG_FILE = "genai_config.json"
 
 _PROTOBUF_LIMIT = 2**31 - 1  # bytes of one message
-_LFS_POINTER = b"version https://git-lfs"
+LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ModelDir:
             raise ModelDirError(
                 f"{self.model_file} has {size} bytes, more than an ONNX file can have: {_PROTOBUF_LIMIT}"
             )
-        if data.startswith(_LFS_POINTER):
+        if data.startswith(LFS_POINTER):
             raise ModelDirError(f"{self.model_file} is a Git LFS pointer, not the model; run `git lfs pull`")
         proto = onnx.ModelProto()
         try:

@@ -54,8 +54,12 @@ def read_model_cache(path: Path, *, dtype: str | None = None, max_length: int | 
         shapes = tuple(layer.shape for layer in found)
         dtype = dtype or found[0].dtype
         config = path / "genai_config.json"
+        if max_length is None and not config.exists():
+            raise ConfigError(f"{config} does not exist; without it, give the longest sequence by --max-length")
         limit = max_length or _context_length(Block(config, "", read_object(config)))
         source = str(opened.model_file)
+    elif path.suffix == ".onnx":
+        raise ConfigError(f"{path} is a graph; give its directory, or a genai_config.json")
     else:
         root = Block(path, "", read_object(path))
         shapes = _declared_layers(root)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from onnx_kv.bench.result import Result, Row, command_line, environment
 from onnx_kv.cli._console import output
+from onnx_kv.cli._paths import OutputFile
 from onnx_kv.cuda import device_info, device_ordinal
 from onnx_kv.errors import ConfigError
 
@@ -19,9 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def json_option(function: Function) -> Function:
     """Add `--json FILE`, the result file."""
-    option = click.option(
-        "--json", "json_path", type=click.Path(path_type=Path), help="Write the result here, for compare_bench.py."
-    )
+    option = click.option("--json", "json_path", type=OutputFile(), help="Write the result here, for compare_bench.py.")
     return option(function)
 
 
