@@ -65,7 +65,9 @@ struct GqaParams {
   bool rotary_interleaved;
   const int64_t* position_ids;  // [batch, q_len] or nullptr: positions follow from the lengths
 
-  const void* attention_bias;  // (b, h, s, t) at b*bias_batch + h*bias_head + s*bias_row + t, or nullptr
+  // (b, h, s, t) at b*bias_batch + h*bias_head + s*bias_row + t, or nullptr; t is the key's absolute position. A bias of
+  // -65504 (float16's lowest) or less is a mask: weight 0, even in a row where nothing else is left.
+  const void* attention_bias;
   int64_t bias_batch_stride;   // 0 broadcasts
   int64_t bias_head_stride;
   int64_t bias_row_stride;
