@@ -136,9 +136,12 @@ def profile_cpu(model: Path, prompt: list[int], steps: int, by_node: bool, setti
 def profile_cuda(model: Path, prompt: list[int], steps: int, settings: dict[str, Any]) -> Profile:
     """Profile a step on a CUDA device."""
     try:
+        import torch
         from torch.profiler import ProfilerActivity, profile
     except ImportError as error:
         raise RuntimeSetupError("on CUDA this needs torch's profiler: pip install torch") from error
+    if not torch.cuda.is_available():
+        raise RuntimeSetupError(f"torch {torch.__version__} has no CUDA here, and its profiler sees no kernel without")
     with Decoder(model, **settings) as decoder:
         plain = statistics.median(timed_steps(decoder, prompt, steps))
         stats = decoder.stats.as_dict()

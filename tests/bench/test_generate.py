@@ -35,3 +35,19 @@ def test_a_refused_run_says_why_and_no_more() -> None:
     assert "max_length" in done.stderr
     assert "Traceback" not in done.stderr
     assert "decoder_worker" not in done.stderr
+
+
+def test_onnxruntimes_kernels_are_a_rival_of_the_same_tokens(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    done = bench("--against", "ort", "--rival-model", str(MODEL), "--json", str(target))
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
+    rival = rows["onnxruntime: decode"]
+    assert rival["knobs"]["stock"] is True
+    assert not any("tokens differ" in note for note in rival["notes"])
+
+
+def test_a_rival_needs_its_model() -> None:
+    done = bench("--against", "ort")
+    assert done.exit_code == 2
+    assert "--rival-model" in done.stderr
