@@ -89,6 +89,11 @@ def test_outputs(outputs: tuple[str, ...], message: str) -> None:
         open_session(node_model(PORTS, BASE, outputs))
 
 
+def test_a_node_without_a_name_is_known_by_its_output() -> None:
+    with pytest.raises(Exception, match="GroupQueryAttention node 'output': attribute qk_output"):
+        open_session(node_model(PORTS, BASE | {"qk_output": 1}, name=""))
+
+
 def test_an_interleaved_layout_without_a_past() -> None:
     with pytest.raises(Exception, match="kv_layout: an interleaved layout needs past_key and past_value"):
         open_session(node_model(without("past_key", "past_value"), BASE | {"kv_layout": 2, "kv_token_stride": 64}))

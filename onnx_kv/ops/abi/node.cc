@@ -47,18 +47,19 @@ std::string NodeInfo::name() const {
   return ReadString([&](char* out, size_t* size) { return GetApi().KernelInfo_GetNodeName(info_, out, size); });
 }
 
-bool NodeInfo::has_input(size_t index) const {
+std::string NodeInfo::input(size_t index) const {
   size_t count = 0;
   Check(GetApi().KernelInfo_GetInputCount(info_, &count));
-  const auto read = [&](char* out, size_t* size) { return GetApi().KernelInfo_GetInputName(info_, index, out, size); };
-  return index < count && !ReadString(read).empty();
+  if (index >= count) return {};
+  return ReadString([&](char* out, size_t* size) { return GetApi().KernelInfo_GetInputName(info_, index, out, size); });
 }
 
-bool NodeInfo::has_output(size_t index) const {
+std::string NodeInfo::output(size_t index) const {
   size_t count = 0;
   Check(GetApi().KernelInfo_GetOutputCount(info_, &count));
-  const auto read = [&](char* out, size_t* size) { return GetApi().KernelInfo_GetOutputName(info_, index, out, size); };
-  return index < count && !ReadString(read).empty();
+  if (index >= count) return {};
+  return ReadString(
+      [&](char* out, size_t* size) { return GetApi().KernelInfo_GetOutputName(info_, index, out, size); });
 }
 
 // ONNX Runtime reports an attribute that is missing and one of another type by the same code, so the types that are

@@ -48,9 +48,9 @@ class NodeInfo {
   explicit NodeInfo(const KernelInfo* info) : info_(info) {}
 
   std::string name() const;
-  // Whether an optional port is connected.
-  bool has_input(size_t index) const;
-  bool has_output(size_t index) const;
+  // The value at a port, empty where an optional one is not connected.
+  std::string input(size_t index) const;
+  std::string output(size_t index) const;
 
   // nullopt where the node lacks the attribute; throws where it has another type.
   std::optional<int64_t> Int(const char* attribute) const;

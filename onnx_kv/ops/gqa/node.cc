@@ -1,5 +1,6 @@
 #include "onnx_kv/ops/gqa/node.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -9,7 +10,10 @@ namespace {
 
 class Reader {
  public:
-  explicit Reader(const ort::NodeInfo& info) : info_(info), name_(info.name()) {}
+  // A node without a name is known by its first output.
+  explicit Reader(const ort::NodeInfo& info) : info_(info), name_(info.name()) {
+    if (name_.empty()) name_ = info.output(kOutput);
+  }
 
   const std::string& name() const { return name_; }
 
@@ -99,8 +103,8 @@ void CheckPorts(const Reader& reader, const ort::NodeInfo& info, const GqaNode& 
       reader.Refuse(std::string("input ") + InputName(slot) + ": a quantised cache is not supported");
     }
   }
-  if (info.has_output(kOutputQk)) reader.Refuse("output output_qk: the scores cannot be returned");
-  if (!info.has_output(kPresentKey) || !info.has_output(kPresentValue)) {
+  if (!info.output(kOutputQk).empty()) reader.Refuse("output output_qk: the scores cannot be returned");
+  if (info.output(kPresentKey).empty() || info.output(kPresentValue).empty()) {
     reader.Refuse("outputs present_key and present_value: attention without a cache is not supported");
   }
   const auto together = [&](size_t first, size_t second) {
@@ -165,7 +169,7 @@ GqaNode ReadNode(const ort::NodeInfo& info, DType dtype) {
   node.q_norm_epsilon = reader.Float("q_norm_epsilon", epsilon);
   node.k_norm_epsilon = reader.Float("k_norm_epsilon", epsilon);
   ReadLayout(reader, node);
-  for (size_t slot = 0; slot < kInputCount; ++slot) node.has[slot] = info.has_input(slot);
+  for (size_t slot = 0; slot < kInputCount; ++slot) node.has[slot] = !info.input(slot).empty();
   CheckPorts(reader, info, node);
   return node;
 }
