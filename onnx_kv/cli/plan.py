@@ -13,10 +13,12 @@ from onnx_kv.cli._console import output
 from onnx_kv.cli._geometry import BATCH, geometry_options, model_cache
 from onnx_kv.cli._paths import OutputFile
 from onnx_kv.cli._units import byte_count, bytes_text, token_counts
+from onnx_kv.memory import MemoryPool
 from onnx_kv.planning.plan import Cost, Plan, make_plan
 from onnx_kv.planning.plot import plot_committed
 from onnx_kv.planning.source import ModelCache
 
+_GRANULE = 2 << 20  # of NVIDIA data-centre GPUs
 _DEFAULT_CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
 
@@ -27,7 +29,8 @@ _DEFAULT_CONTEXTS = (512, 2048, 8192, 32768, 131072)
 @click.option(
     "--min-bucket", type=click.IntRange(min=1), default=256, show_default=True, help="Smallest bucket, tokens."
 )
-@click.option("--granularity", type=byte_count, default="2MiB", show_default=True, help="Bytes a mapping commits.")
+@click.option("--granularity", type=byte_count, help="Bytes that a mapping commits.  [default: 2MiB]")
+@click.option("--device", help="Ask this device for its granularity: cpu, cuda or cuda:N.")
 @click.option("--memory", type=byte_count, help="Find the longest context that fits these bytes, e.g. 16GiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--plot", type=OutputFile(), help="Draw committed bytes over context into this PNG or SVG.")
@@ -39,7 +42,8 @@ def command(
     contexts: tuple[int, ...] | None,
     batch: int,
     min_bucket: int,
-    granularity: int,
+    granularity: int | None,
+    device: str | None,
     memory: int | None,
     as_json: bool,
     plot: Path | None,
@@ -48,17 +52,20 @@ def command(
 
     Committed bytes follow from the model's geometry by arithmetic; nothing is loaded or measured.
     """
+    if granularity and device:
+        raise click.UsageError("give either --granularity or --device, which is asked for it")
+    granule = MemoryPool(device).granule if device else granularity or _GRANULE
     cache = model_cache(model, geometry, max_length, dtype)
     plan = make_plan(
         cache,
         contexts=contexts or _fitting(cache),
         batch=batch,
-        granule=granularity,
+        granule=granule,
         min_bucket=min_bucket,
         memory=memory,
     )
     if plot is not None:
-        plot_committed(cache, plot, batch=batch, granule=granularity, min_bucket=min_bucket)
+        plot_committed(cache, plot, batch=batch, granule=granule, min_bucket=min_bucket)
     if as_json:
         click.echo(json.dumps(_as_json(plan), indent=2))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,11 @@ def test_command_prints_what_json_says() -> None:
     assert plan["knobs"]["granule"] == 4096
     assert plan["recommended"] in table.output
     assert plan["contexts"] == [16]
+
+
+def test_a_device_is_asked_for_its_granularity() -> None:
+    done = CliRunner().invoke(main, ["plan", str(MODELS / "qwen2-tiny"), "--device", "cpu", "--json"])
+    assert json.loads(done.output)["knobs"]["granule"] == os.sysconf("SC_PAGESIZE")
 
 
 @pytest.mark.parametrize("arguments", [["--granularity", "0"], ["--contexts", "a"]])
