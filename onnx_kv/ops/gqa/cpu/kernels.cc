@@ -10,15 +10,16 @@
 namespace onnx_kv::cpu {
 namespace {
 
-// Those that this processor can run, the best first.
+// Those that this processor can run, the one to choose first. AVX-512 has to be asked for: no processor that has it has run
+// all of the tests yet.
 std::vector<const Kernels*> Usable() {
   std::vector<const Kernels*> usable;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
-    usable.push_back(&kAvx512Kernels);
-  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     usable.push_back(&kAvx2Kernels);
+  }
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
+    usable.push_back(&kAvx512Kernels);
   }
 #endif
   usable.push_back(&kPortableKernels);
