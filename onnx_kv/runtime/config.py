@@ -1,18 +1,19 @@
 """A decoder's settings: from arguments, else from `ONNX_KV_*` variables, else the default; frozen once resolved.
 
-| field           | variable                | meaning                                                         |
-|-----------------|-------------------------|-----------------------------------------------------------------|
-| `device`        | `ONNX_KV_DEVICE`        | `cpu`, `cuda` or `cuda:N`                                       |
-| `kv_layout`     | `ONNX_KV_LAYOUT`        | the layout that the model must have; `auto`: the one it has     |
-| `growth`        | `ONNX_KV_GROWTH`        | `auto` (the layout's), `fixed-stride`, `bucket`, `realloc`      |
-| `min_bucket`    | `ONNX_KV_MIN_BUCKET`    | tokens of the smallest bucket                                   |
-| `max_length`    | `ONNX_KV_MAX_LENGTH`    | most tokens a row, prompt included; `0`: the model's maximum    |
-| `budget`        | `ONNX_KV_BUDGET`        | bytes that the cache may hold, `0` for no limit; as an argument |
-|                 |                         | also a `MemoryBudget`, which several decoders may share         |
-| `graph`         | `ONNX_KV_GRAPH`         | `auto` (on where possible), `on` (an error where not), `off`    |
-| `prefill_chunk` | `ONNX_KV_PREFILL_CHUNK` | tokens of a prompt that run at once                             |
-| `commit_ahead`  | `ONNX_KV_COMMIT_AHEAD`  | tokens beyond the live prefix whose memory is committed early   |
-| `threads`       | `ONNX_KV_THREADS`       | ONNX Runtime's threads within an operator; `0`: its default     |
+| field             | variable                  | meaning                                                         |
+|-------------------|---------------------------|-----------------------------------------------------------------|
+| `device`          | `ONNX_KV_DEVICE`          | `cpu`, `cuda` or `cuda:N`                                       |
+| `kv_layout`       | `ONNX_KV_LAYOUT`          | the layout that the model must have; `auto`: the one it has     |
+| `growth`          | `ONNX_KV_GROWTH`          | `auto` (the layout's), `fixed-stride`, `bucket`, `realloc`      |
+| `min_bucket`      | `ONNX_KV_MIN_BUCKET`      | tokens of the smallest bucket                                   |
+| `max_length`      | `ONNX_KV_MAX_LENGTH`      | most tokens a row, prompt included; `0`: the model's maximum    |
+| `budget`          | `ONNX_KV_BUDGET`          | bytes that the cache may hold, `0` for no limit; as an argument |
+|                   |                           | also a `MemoryBudget`, which several decoders may share         |
+| `graph`           | `ONNX_KV_GRAPH`           | `auto` (on where possible), `on` (an error where not), `off`    |
+| `prefill_chunk`   | `ONNX_KV_PREFILL_CHUNK`   | tokens of a prompt that run at once                             |
+| `commit_ahead`    | `ONNX_KV_COMMIT_AHEAD`    | tokens beyond the live prefix whose memory is committed early   |
+| `threads`         | `ONNX_KV_THREADS`         | ONNX Runtime's threads within an operator; `0`: its default     |
+| `trim_after_turn` | `ONNX_KV_TRIM_AFTER_TURN` | `on`: give spare memory back whenever all rows have ended; `off` |
 
 The environment is read once in a process, at the first decoder. A variable that is different later would split the
 process into two configurations, so that is an error and not silence.
@@ -83,6 +84,7 @@ class RuntimeConfig:
     prefill_chunk: int = 512
     commit_ahead: int = 256
     threads: int = 0
+    trim_after_turn: bool = False
 
     @classmethod
     def resolve(cls, **arguments: Any) -> RuntimeConfig:
@@ -147,6 +149,8 @@ def _parse(name: str, value: Any, source: str) -> Any:
                 return value if isinstance(value, MemoryBudget) else _budget(_count(name, value))
             case "graph":
                 return GraphMode(value)
+            case "trim_after_turn":
+                return value if isinstance(value, bool) else _switch(value)
             case _:
                 return _count(name, value)
     except (ValueError, TypeError, ConfigError) as error:
@@ -155,6 +159,12 @@ def _parse(name: str, value: Any, source: str) -> Any:
 
 def _budget(limit: int) -> MemoryBudget | None:
     return MemoryBudget(limit, setting=f"budget or {PREFIX}BUDGET") if limit else None
+
+
+def _switch(value: str) -> bool:
+    if value not in ("on", "off"):
+        raise ValueError("neither on nor off")
+    return value == "on"
 
 
 _SMALLEST = {"min_bucket": 1, "prefill_chunk": 1}

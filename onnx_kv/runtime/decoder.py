@@ -206,6 +206,15 @@ class Decoder:
         self._begin_use()
         self._rows = []
 
+    def trim(self) -> int:
+        """Give back the memory that what has been said does not need; return how many bytes of the cache that were.
+
+        A stream under way is over. The model stays loaded and every row as it is; the device gets the memory back.
+        Buckets shrink, so that a captured graph may have to be captured anew; at a fixed stride it stays.
+        """
+        self._begin_use()
+        return self._trim()
+
     def read_cache(self, row: int = 0) -> list[npt.NDArray[Any]]:
         """Copy a row's keys and values to the host: key, then value, of each layer, `[kv_heads, tokens, head_dim]`.
 
@@ -338,8 +347,11 @@ class Decoder:
                 self._accept(rows[index], token, stops)
             self._stats.generated_tokens += len(chosen.tokens)
             self._stats.decode_seconds += time.perf_counter() - started
+            ended = all(row.finish for row in rows)
+            if ended and self.config.trim_after_turn:
+                self._trim()
             yield Step(tuple(chosen.tokens.get(index) for index in range(len(rows))), chosen.logits)
-            if all(row.finish for row in rows):
+            if ended:
                 return
             self._check_use(use)
             started = time.perf_counter()
@@ -409,6 +421,16 @@ class Decoder:
             stream=self._stream,
             budget=config.budget,
         )
+
+    def _trim(self) -> int:
+        if self._cache is None:
+            return 0
+        if self._cache.batch != len(self._rows):  # nothing of the rows is in it, and the next batch needs another one
+            before = self._cache.physical_bytes
+            self._drop_cache()
+            return before
+        self._cache.rewind([row.cached for row in self._rows])
+        return self._cache.trim()
 
     def _make_engine(self, cache: KvCache, stats: Stats) -> Engine:
         if self._stream is None:

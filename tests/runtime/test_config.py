@@ -48,6 +48,7 @@ def test_arguments() -> None:
         ({"max_length": -1}, "max_length=-1"),
         ({"budget": "many"}, "budget='many'"),
         ({"threads": True}, "threads=True: not an integer"),
+        ({"trim_after_turn": "yes"}, "trim_after_turn='yes': neither on nor off"),
         ({"colour": 1}, "no setting is called colour"),
     ],
 )
@@ -60,6 +61,12 @@ def test_an_argument_wins_over_its_variable() -> None:
     code = "c = RuntimeConfig.resolve(min_bucket=8); print(c.min_bucket, c.max_length, c.kv_layout.cli_name)"
     done = run(code, ONNX_KV_MIN_BUCKET="16", ONNX_KV_MAX_LENGTH="99", ONNX_KV_LAYOUT="token-major")
     assert done.stdout.split() == ["8", "99", "token-major"], done.stderr
+
+
+@pytest.mark.parametrize("text", ["on", "off"])
+def test_a_switch(text: str) -> None:
+    done = run("print(RuntimeConfig.resolve().trim_after_turn)", ONNX_KV_TRIM_AFTER_TURN=text)
+    assert done.stdout.split() == [str(text == "on")], done.stderr
 
 
 def test_a_variable_that_changed_is_an_error() -> None:

@@ -133,3 +133,15 @@ def test_rows_start_from_a_shared_prefix(patched: Patched, simulated: Simulated)
         assert device.generate(prompts, max_new_tokens=20, stop_tokens=()) == expected
     assert device.stats.shared_starts == 4
     assert device.stats.captures == 1
+
+
+def test_a_captured_graph_stays_through_a_trim(patched: Patched, simulated: Simulated) -> None:
+    directory = patched(NAME, "seq-major", lift_sequence_lengths=True)
+    device, host = simulated(directory, graph="on", trim_after_turn=True, min_bucket=16), Decoder(directory)
+    assert tokens(device, prompt(20), 200) == tokens(host, prompt(20), 200)
+    held = device.stats.physical_kv_bytes
+    device.rewind(30)
+    assert device.trim() == held - device.stats.physical_kv_bytes > 0
+    host.rewind(30)
+    assert tokens(device, None, 40) == tokens(host, None, 40)
+    assert device.stats.captures == 1

@@ -296,3 +296,62 @@ def test_counts_what_it_does(qwen: Path) -> None:
     assert (stats.captures, stats.replays) == (0, 0)
     assert stats.decline_reason is not None
     assert stats.as_dict()["generated_tokens"] == 12
+
+
+@pytest.mark.parametrize("growth", ["bucket", "fixed-stride", "realloc"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trim_gives_memory_back_and_changes_no_token(growth: str, layout: str, patched: Patched) -> None:
+    budget = MemoryBudget(1 << 40)
+    directory = patched("qwen2-tiny", layout)
+    decoder = Decoder(directory, growth=growth, min_bucket=4, commit_ahead=4, budget=budget)
+    batch = [prompt(9), prompt(40)]
+    expected = decoder.generate(batch, max_new_tokens=200, stop_tokens=())
+    full = decoder.stats.physical_kv_bytes
+    decoder.rewind(20)
+    given = decoder.trim()
+    assert given == full - decoder.stats.physical_kv_bytes
+    assert given > full // 2
+    assert budget.held == decoder.stats.physical_kv_bytes
+    again = decoder.generate(max_new_tokens=50, stop_tokens=())
+    assert [decoder.tokens[0][9:], again[1].tokens] == [expected[0].tokens[:61], decoder.tokens[1][20:]]
+    assert decoder.stats.prompt_tokens == 9 + 40 + 2, "what stays is not computed again"
+    decoder.reset()
+    decoder.trim()
+    if growth != "realloc":
+        assert budget.held == 0
+    assert decoder.generate(batch, max_new_tokens=20, stop_tokens=())[1].tokens == expected[1].tokens[:20]
+
+
+def test_trim_of_what_is_not_there(qwen: Path) -> None:
+    decoder = Decoder(qwen)
+    assert decoder.trim() == 0
+    decoder.generate([prompt(5), prompt(3)], max_new_tokens=3)
+    held = decoder.stats.physical_kv_bytes
+    decoder.reset()
+    decoder.append(prompt(9))
+    assert decoder.trim() == held, "the cache of another batch"
+    assert decoder.stats.physical_kv_bytes == 0
+    assert len(decoder.generate(max_new_tokens=3, stop_tokens=())[0].tokens) == 3
+
+
+def test_trim_ends_a_stream(qwen: Path) -> None:
+    decoder = Decoder(qwen, growth="bucket", min_bucket=4)
+    [expected] = decoder.generate(prompt(20), max_new_tokens=12, stop_tokens=())
+    stream = decoder.stream(prompt(20), max_new_tokens=12, stop_tokens=())
+    head = [next(stream).tokens[0] for _ in range(5)]
+    decoder.trim()
+    with pytest.raises(ConfigError, match="this stream is over"):
+        next(stream)
+    assert head + decoder.generate(max_new_tokens=7, stop_tokens=())[0].tokens == expected.tokens
+
+
+def test_turns_trim_themselves_if_asked(qwen: Path) -> None:
+    settings = {"growth": "bucket", "min_bucket": 4, "commit_ahead": 0}
+    plain, trimming = Decoder(qwen, **settings), Decoder(qwen, trim_after_turn=True, **settings)
+    for decoder in (plain, trimming):
+        decoder.generate(prompt(9), max_new_tokens=200, stop_tokens=())
+        decoder.generate(prompt(9), max_new_tokens=20, stop_tokens=())
+        decoder.append([7, 8, 9])
+        decoder.generate(max_new_tokens=10, stop_tokens=())
+    assert trimming.tokens == plain.tokens
+    assert trimming.stats.physical_kv_bytes * 4 == plain.stats.physical_kv_bytes, "64 tokens of 256"
